@@ -1,0 +1,44 @@
+// ptx/math.cuh: single-instruction arithmetic. PTX ISA, "Floating Point Instructions" and "cvt".
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+// ex2.approx.ftz.f32: 2^x; -inf gives 0, NaN stays NaN.
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// rcp.approx.ftz.f32: 1 / x.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// cvt.rn.bf16x2.f32, cvt.rn.f16x2.f32: two floats as one register, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// cvt.rna.tf32.f32: nearest TF32 (10 bits of mantissa), as the bits of a float.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+}
+
+}  // namespace flash::ptx
