@@ -1,0 +1,39 @@
+"""Compiler launcher for .cu files: keeps ptxas' resource report beside the object (<object>.ptxas, for benchmarks/build_table.py)
+and fails on what ptxas only mentions: C75xx (wgmma serialised: the kernel is slow or wrong) and, with --no-spills, spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    no_spills = arguments[0] == "--no-spills"
+    command = arguments[1:] if no_spills else arguments
+    start = time.monotonic()
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seconds = time.monotonic() - start
+    report = [line for line in process.stdout.splitlines() if re.search(r"ptxas info|bytes stack frame|Compiling entry", line)]
+    rest = [line for line in process.stdout.splitlines() if line not in report]
+    if rest:
+        print("\n".join(rest))
+    if process.returncode != 0 or "-o" not in command:
+        return process.returncode
+
+    problems = [line for line in process.stdout.splitlines() if re.search(r"C75\d\d", line)]
+    if no_spills:
+        problems += [line for line in report if re.search(r"[1-9]\d* bytes spill", line)]
+    output = Path(command[command.index("-o") + 1])
+    if problems:
+        print("ptxas warnings that this project treats as errors:", *dict.fromkeys(problems), sep="\n  ")
+        output.unlink(missing_ok=True)
+        return 1
+    output.with_name(output.name + ".ptxas").write_text(f"seconds {seconds:.1f}\n" + "\n".join(report) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
