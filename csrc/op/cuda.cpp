@@ -1,0 +1,101 @@
+// op/cuda.cpp: the CUDA key. Plan, copy what no load can read, one workspace from torch's caching allocator, launch on the current
+// stream. Nothing here waits for the GPU or reads its memory, so calls can be captured into a CUDA graph.
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/launch.h"
+#include "op/backend.h"
+#include "problem/plan.h"
+
+namespace flash::op {
+namespace {
+
+using problem::Array;
+using problem::Gradients;
+using problem::Operand;
+using problem::Plan;
+
+void raise(cuda::Error error) { TORCH_CHECK(error == nullptr, error); }
+
+cuda::Stream current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+problem::Device device_of(const Tensor& query) {
+  problem::Device device;
+  raise(cuda::device(query.get_device(), &device));
+  return device;
+}
+
+// x [..., dim] in dense rows that begin at multiples of 16 bytes; what follows a row up to the next such multiple is zero.
+Tensor copy_to_aligned_rows(const Tensor& x) {
+  const int64_t dim = x.size(-1), chunk = 16 / x.element_size(), padded = (dim + chunk - 1) / chunk * chunk;
+  auto sizes = x.sizes().vec();
+  sizes.back() = padded;
+  const Tensor rows = at::empty(sizes, x.options());
+  if (padded > dim) rows.narrow(-1, dim, padded - dim).zero_();
+  Tensor view = rows.narrow(-1, 0, dim);
+  view.copy_(x);
+  return view;
+}
+
+void copy_operands(Call& call, const Plan& plan) {
+  const auto copy = [&](Operand operand, Tensor& tensor, Array& array) {
+    if (!(plan.copies & operand)) return;
+    tensor = copy_to_aligned_rows(tensor);
+    array = array_of(tensor);
+  };
+  copy(Operand::kQuery, call.query, call.problem.query);
+  copy(Operand::kKey, call.key, call.problem.key);
+  copy(Operand::kValue, call.value, call.problem.value);
+  copy(Operand::kOutputGradient, call.grad_out, call.gradients.dout);
+}
+
+// Plans the call and makes it runnable: throws what cannot run, copies operands. The workspace may be empty.
+struct Prepared {
+  Plan plan;
+  Tensor workspace;
+
+  Prepared(Call& call, const Gradients* gradients) {
+    const problem::Device device = device_of(call.query);
+    plan = problem::plan(call.problem, gradients, device, choice_of_environment());
+    TORCH_CHECK(plan.family != problem::Family::kNone, "flash.attention: ",
+                problem::describe(call.problem, gradients, device, plan));
+    if (plan.copies != 0) copy_operands(call, plan);
+    if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, call.query.options().dtype(at::kByte));
+  }
+
+  void* memory() const { return workspace.defined() ? workspace.mutable_data_ptr() : nullptr; }
+};
+
+void forward_cuda(Call& call) {
+  const c10::cuda::CUDAGuard guard(call.query.device());
+  const Prepared prepared(call, nullptr);
+  raise(cuda::forward(call.problem, prepared.plan, prepared.memory(), current_stream()));
+}
+
+void backward_cuda(Call& call) {
+  const c10::cuda::CUDAGuard guard(call.query.device());
+  const Prepared prepared(call, &call.gradients);
+  raise(cuda::backward(call.problem, call.gradients, prepared.plan, prepared.memory(), current_stream()));
+}
+
+void merge_cuda(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
+                const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse) {
+  const c10::cuda::CUDAGuard guard(out.device());
+  raise(cuda::merge(dtype, count, value_dim, out_a.const_data_ptr(), lse_a.const_data_ptr(), out_b.const_data_ptr(),
+                    lse_b.const_data_ptr(), out.mutable_data_ptr(), lse.mutable_data_ptr(), current_stream()));
+}
+
+void dropout_mask_cuda(const Tensor& seed, double p, const Tensor& keep) {
+  const c10::cuda::CUDAGuard guard(keep.device());
+  raise(cuda::dropout_mask(static_cast<const uint64_t*>(seed.const_data_ptr()), p, keep.size(0), keep.size(1), keep.size(2),
+                           keep.size(3), static_cast<uint8_t*>(keep.mutable_data_ptr()), current_stream()));
+}
+
+constexpr Backend kCuda{device_of, forward_cuda, backward_cuda, merge_cuda, dropout_mask_cuda};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(flash, CUDA, m) { register_backend<kCuda>(m); }
+
+}  // namespace flash::op

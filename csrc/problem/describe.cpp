@@ -1,0 +1,103 @@
+// problem/describe.cpp: a Plan in sentences, for explain() and for errors.
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+
+#include "cuda/tiles.h"
+#include "problem/plan.h"
+
+namespace flash::problem {
+namespace {
+
+__attribute__((format(printf, 2, 3))) void line(std::string& text, const char* format, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(buffer, sizeof buffer, format, arguments);
+  va_end(arguments);
+  if (!text.empty()) text += '\n';
+  text += buffer;
+}
+
+using Long = long long;  // what %lld takes
+
+const char* name(DType type) {
+  switch (type) {
+    case DType::kBool: return "bool";
+    case DType::kFloat16: return "float16";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat32: return "float32";
+    case DType::kFloat64: return "float64";
+    case DType::kNone: break;
+  }
+  return "none";
+}
+
+const char* name(Direction direction) { return direction == Direction::kForward ? "forward" : "backward"; }
+
+// What keeps one operand from 16-byte loads; nothing where nothing does.
+void describe_width(std::string& text, const char* operand, const Array& array, int64_t dim, int64_t bytes, bool copied) {
+  const auto multiple = [&](int64_t elements) { return elements * bytes % 16 == 0; };
+  const char* reason = !multiple(dim)                                    ? "a row is not a multiple of 16 bytes long"
+                       : reinterpret_cast<uintptr_t>(array.data) % 16 != 0 ? "its first element is not at a multiple of 16 bytes"
+                       : !(multiple(array.row) && multiple(array.head) && multiple(array.batch))
+                           ? "its strides are not multiples of 16 bytes"
+                           : nullptr;
+  if (reason == nullptr) return;
+  line(text, copied ? "%s is copied to aligned rows first: %s." : "%s is read by narrower loads: %s.", operand, reason);
+}
+
+void describe_widths(std::string& text, const Problem& p, const Gradients* g, const Plan& plan) {
+  line(text, "Loads are %d bytes wide, stores %d.", plan.load_bytes, plan.store_bytes);
+  const int64_t bytes = size_of(p.dtype);
+  describe_width(text, "query", p.query, p.head_dim, bytes, plan.copies & kQuery);
+  describe_width(text, "key", p.key, p.head_dim, bytes, plan.copies & kKey);
+  describe_width(text, "value", p.value, p.value_dim, bytes, plan.copies & kValue);
+  if (g != nullptr) describe_width(text, "grad_out", g->dout, p.value_dim, bytes, plan.copies & kOutputGradient);
+}
+
+std::string describe_cpu(const Problem& p, const Device& device, const Plan& plan) {
+  std::string text;
+  line(text, "The %s pass runs on the CPU in %s, with %s instructions.", name(plan.direction), name(p.dtype), device.instruction_set);
+  line(text, "%lld tasks are shared by %d threads.", Long{plan.blocks}, device.threads);
+  return text;
+}
+
+std::string describe_refusal(const Problem& p, const Device& device, const Plan& plan) {
+  std::string text;
+  if (plan.refused & kRefusedArchitecture)
+    line(text, "The GPU has compute capability %d.%d, the kernels need 8.0 (Ampere) or newer: use device='cpu' or another GPU.",
+         device.major, device.minor);
+  if (plan.refused & kRefusedHeadDim)
+    line(text, "query has head_dim %lld and value %lld, the CUDA kernels take at most %d: use device='cpu'.", Long{p.head_dim},
+         Long{p.value_dim}, *std::max_element(std::begin(cuda::kBuckets), std::end(cuda::kBuckets)));
+  if (plan.refused & kRefusedSharedMemory)
+    line(text, "head_dim %lld in %s needs more shared memory than the %lld bytes a block of this GPU (compute capability %d.%d) has.",
+         Long{p.head_dim}, name(p.dtype), Long{device.shared_memory}, device.major, device.minor);
+  if (plan.refused & kRefusedGrid)
+    line(text, "batch %lld x heads %lld needs %lld blocks, one launch has at most 2147483647: split the batch.", Long{p.batch},
+         Long{p.heads}, Long{plan.blocks});
+  if (plan.refused & kRefusedForced)
+    line(text, "FLASH_ATTN_EXT_KERNEL forces a kernel family that this build does not have: unset it, or set it to sm80.");
+  return text;
+}
+
+}  // namespace
+
+std::string describe(const Problem& p, const Gradients* g, const Device& device, const Plan& plan) {
+  if (plan.family == Family::kCpu) return describe_cpu(p, device, plan);
+  if (plan.family == Family::kNone) return describe_refusal(p, device, plan);
+  std::string text;
+  line(text, "The %s pass runs the sm80 kernels (mma.sync) in %s, the %s instance for head dims up to %d.", name(plan.direction),
+       name(p.dtype), plan.plain ? "plain" : "general", plan.head_dim);
+  line(text, "A block takes tiles of %d rows x %d keys (variant %d).", plan.tile_rows, plan.tile_keys, plan.variant);
+  line(text, "%lld blocks run on %d multiprocessors.", Long{plan.blocks}, device.multiprocessors);
+  if (plan.splits > 1)
+    line(text, "Too few rows to fill the GPU: the keys are cut into %d parts, added up by a second kernel.", plan.splits);
+  line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
+  describe_widths(text, p, g, plan);
+  return text;
+}
+
+}  // namespace flash::problem

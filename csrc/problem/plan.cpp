@@ -1,0 +1,128 @@
+// problem/plan.cpp: which kernel runs a call, on which tile, in how many blocks and parts, through how wide loads.
+// Everything follows from the problem and the device, so equal calls run equally and results are reproducible.
+#include "problem/plan.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/tiles.h"
+#include "problem/mask.h"
+
+namespace flash::problem {
+namespace {
+
+constexpr int64_t kMaxBlocks = 2147483647;  // CUDA C++ Programming Guide, compute capabilities: x dimension of a grid
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The widest access, up to 16 bytes, that base, strides and length of every row of an operand are multiples of.
+int width(const Array& array, int64_t dim, int64_t element_bytes) {
+  const uint64_t bits = reinterpret_cast<uintptr_t>(array.data) |
+                        static_cast<uint64_t>((array.batch | array.head | array.row | dim) * element_bytes) | 16u;
+  return static_cast<int>(bits & (~bits + 1));
+}
+
+// Sets load_bytes, store_bytes and copies. Operands narrower than `narrowest` are copied, after which they are 16 bytes wide.
+void choose_widths(Plan& plan, const Problem& p, const Gradients* g, int narrowest) {
+  const int64_t bytes = size_of(p.dtype);
+  plan.load_bytes = plan.store_bytes = 16;
+  const auto load = [&](Operand operand, const Array& array, int64_t dim) {
+    const int found = width(array, dim, bytes);
+    if (found < narrowest) {
+      plan.copies |= operand;
+    } else {
+      plan.load_bytes = std::min(plan.load_bytes, found);
+    }
+  };
+  const auto store = [&](const Array& array, int64_t dim) {
+    if (array.data != nullptr) plan.store_bytes = std::min(plan.store_bytes, width(array, dim, bytes));
+  };
+  load(kQuery, p.query, p.head_dim);
+  load(kKey, p.key, p.head_dim);
+  load(kValue, p.value, p.value_dim);
+  if (g == nullptr) {
+    store(p.out, p.value_dim);
+  } else {
+    load(kOutputGradient, g->dout, p.value_dim);
+    store(g->dquery, p.head_dim);
+    store(g->dkey, p.head_dim);
+    store(g->dvalue, p.value_dim);
+  }
+}
+
+// Scores that are scale * query . key alone. A sink is not a score: the plain instances take it.
+bool is_plain(const Problem& p) {
+  return p.softcap == 0 && p.mask.data == nullptr && p.alibi_slopes == nullptr && p.dropout_p == 0;
+}
+
+// Tiles of keys that the last block of rows, which sees the most under a causal mask, walks over.
+int64_t key_tiles(const Problem& p, const cuda::Tile& tile) {
+  const Interval seen = interval(p, p.rows, p.keys);
+  const Span span = seen.rows(std::max<int64_t>(0, p.rows - tile.rows), p.rows);
+  return span.last <= span.first ? 1 : ceil_div(span.last - span.first, tile.keys);
+}
+
+// Few blocks leave multiprocessors idle: cut the keys. The fewest parts within 10 % of the best use of whole waves.
+// A part has at least 4 tiles, so that the fp32 partial results it writes stay small beside the keys it reads.
+int choose_splits(int64_t blocks, int64_t slots, int64_t tiles) {
+  if (slots <= 0 || blocks * 10 > slots * 8) return 1;
+  const int64_t most = std::min<int64_t>({tiles / 4, 64, ceil_div(slots, blocks)});
+  const auto use = [&](int64_t splits) {
+    const int64_t total = blocks * splits;
+    return static_cast<double>(total) / static_cast<double>(ceil_div(total, slots) * slots);
+  };
+  double best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) best = std::max(best, use(splits));
+  for (int64_t splits = 1; splits <= most; ++splits)
+    if (use(splits) >= 0.9 * best) return static_cast<int>(splits);
+  return 1;
+}
+
+Plan refuse(Plan plan, Refusal reason) {
+  plan.family = Family::kNone;
+  plan.refused |= reason;
+  return plan;
+}
+
+Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan plan) {
+  if (device.major < 8) return refuse(plan, kRefusedArchitecture);
+  plan.family = Family::kSm80;
+  plan.head_dim = cuda::bucket(p.head_dim, p.value_dim);
+  if (plan.head_dim == 0) return refuse(plan, kRefusedHeadDim);
+  plan.plain = is_plain(p);
+  plan.variant = g == nullptr ? cuda::forward_variant(p, device, plan.head_dim, plan.plain)
+                              : cuda::backward_variant(p, device, g->deterministic, plan.head_dim, plan.plain);
+  if (plan.variant < 0) return refuse(plan, kRefusedSharedMemory);
+  const cuda::Tile tile = g == nullptr ? cuda::forward_tile(p.dtype, plan.head_dim, plan.plain, plan.variant)
+                                       : cuda::backward_tile(p.dtype, plan.head_dim, plan.plain, plan.variant);
+  plan.tile_rows = tile.rows;
+  plan.tile_keys = tile.keys;
+  choose_widths(plan, p, g, cuda::narrowest_load(plan.direction, p.dtype));
+  if (g == nullptr) {
+    const int64_t blocks = p.batch * p.heads * ceil_div(p.rows, tile.rows);
+    if (!p.fp64()) plan.splits = choose_splits(blocks, int64_t{device.multiprocessors} * tile.resident, key_tiles(p, tile));
+    plan.blocks = blocks * plan.splits;
+    const int64_t lse_count = p.heads * (p.packed() ? p.total_rows : p.batch * p.rows);
+    if (plan.splits > 1) plan.workspace_bytes = plan.splits * lse_count * (p.value_dim + 1) * int64_t{sizeof(float)};
+  } else {
+    plan.blocks = p.batch * p.kv_heads * ceil_div(p.keys, tile.keys);
+    plan.workspace_bytes = cuda::backward_workspace(p, *g, plan.head_dim, tile);
+  }
+  if (plan.blocks > kMaxBlocks) return refuse(plan, kRefusedGrid);
+  return plan;
+}
+
+}  // namespace
+
+Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice choice) {
+  Plan plan;
+  plan.direction = g == nullptr ? Direction::kForward : Direction::kBackward;
+  if (!device.cuda) {
+    plan.family = Family::kCpu;
+    return plan;
+  }
+  if (choice == Choice::kSm90) return refuse(plan, kRefusedForced);
+  return plan_sm80(p, g, device, plan);
+}
+
+}  // namespace flash::problem
