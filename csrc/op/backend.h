@@ -1,0 +1,84 @@
+// op/backend.h: everything that the CPU and the CUDA key share: check, copy what a kernel cannot read, allocate, fill a Problem,
+// handle empty sizes, reduce the gradient of the sinks. A device adds a Backend (how to run a Problem) and one line:
+//   TORCH_LIBRARY_IMPL(flash, CUDA, m) { register_backend<kCuda>(m); }
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "op/arguments.h"
+#include "problem/plan.h"
+#include "problem/problem.h"
+
+namespace flash::op {
+
+// One call, ready to run. The tensors own what `problem` and `gradients` point to; a backend that has to copy an operand once
+// more (alignment) replaces the tensor here and the Array with it. All memory is on query's device.
+struct Call {
+  problem::Problem problem;
+  problem::Gradients gradients;  // backward only
+  Tensor query, key, value;      // never of zero elements; last dimension dense
+  Tensor out, lse;               // lse contiguous
+  Tensor mask, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k;  // undefined where absent
+  Tensor grad_out, grad_lse, delta;                                    // backward only
+  Tensor dquery, dkey, dvalue;                                         // undefined where not wanted
+  Tensor dmask;  // accumulate type, contiguous, zero: backward adds to it
+};
+
+// How a device runs things. Called with every size at least 1 (rows, keys, heads, both head dims; packed: totals, max lengths).
+// Packed out and gradients arrive filled with 0, packed lse with -inf, so that rows outside every sequence need no care;
+// everything else that is to be written arrives uninitialised. Failures are raised with TORCH_CHECK.
+// The device guard, the stream and the workspace are the backend's matter.
+struct Backend {
+  problem::Device (*device)(const Tensor& query);  // what plan() should know about query's device
+  void (*forward)(Call& call);   // writes problem.out, problem.lse
+  void (*backward)(Call& call);  // writes what gradients asks for, and gradients.delta
+  // Contiguous out [count, value_dim] and lse [count], results allocated.
+  void (*merge)(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
+                const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse);
+  // seed [2] float64, keep [batch, heads, rows, keys] bool, both contiguous and on one device.
+  void (*dropout_mask)(const Tensor& seed, double p, const Tensor& keep);
+};
+
+// FLASH_ATTN_EXT_KERNEL: unset or empty, "sm80" or "sm90".
+problem::Choice choice_of_environment();
+
+OutLse forward(const Backend& backend, const Inputs& inputs, const Options& options);
+Gradients5 backward(const Backend& backend, const Results& results, const Inputs& inputs, const Options& options, Wanted wanted);
+OutLse merge(const Backend& backend, const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
+Tensor dropout_mask(const Backend& backend, const Tensor& seed, c10::SymIntArrayRef size, double p);
+std::string explain(const Backend& backend, const Inputs& inputs, const Options& options);
+
+// The kernels of one key.
+template <const Backend& backend>
+struct Kernels {
+  static OutLse forward(const Inputs& inputs, const Options& options) { return op::forward(backend, inputs, options); }
+  static Gradients5 backward(const Results& results, const Inputs& inputs, const Options& options, Wanted wanted) {
+    return op::backward(backend, results, inputs, options, wanted);
+  }
+  static OutLse merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+    return op::merge(backend, out_a, lse_a, out_b, lse_b);
+  }
+  static Tensor dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p) {
+    return op::dropout_mask(backend, seed, size, p);
+  }
+  static std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
+                             const OptTensor& alibi_slopes, const OptTensor& sinks, OptSymInt window_left, OptSymInt window_right,
+                             bool bottom_right, double softcap, double dropout_p, OptBool deterministic) {
+    return op::explain(backend, {query, key, value, attn_mask, alibi_slopes, sinks, kNoTensor},
+                       {std::move(window_left), std::move(window_right), bottom_right, {}, softcap, dropout_p, deterministic});
+  }
+};
+
+template <const Backend& backend>
+void register_backend(torch::Library& m) {
+  using Key = Kernels<backend>;
+  m.impl("attention_forward", TORCH_FN(flat_forward<Key::forward>));
+  m.impl("attention_backward", TORCH_FN(flat_backward<Key::backward>));
+  m.impl("attention_varlen_forward", TORCH_FN(flat_varlen_forward<Key::forward>));
+  m.impl("attention_varlen_backward", TORCH_FN(flat_varlen_backward<Key::backward>));
+  m.impl("merge", TORCH_FN(Key::merge));
+  m.impl("dropout_mask", TORCH_FN(Key::dropout_mask));
+  m.impl("explain", TORCH_FN(Key::explain));
+}
+
+}  // namespace flash::op
