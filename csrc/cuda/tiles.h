@@ -1,63 +1,128 @@
-// cuda/tiles.h: the one table of tile sizes (family, direction, element type, head dim bucket) -> Tile, a reason per row.
-// Plain constexpr C++, no CUDA headers: problem/plan.cpp, launch.cu and the kernels read the same numbers.
-//
-// Contract between plan.cpp, launch.cu and the kernels of sm80/:
-//  * plan.cpp fills Plan: head_dim = bucket(...), plain, variant, tile_rows and tile_keys from the Tile, splits, workspace_bytes, and
-//    load_bytes: the load of query, key, value (and dout in backward) that pointers, strides and dims allow: 16, 8, 4, ... bytes. Operands that
-//    allow less than narrowest_load(...) are copied by op/ to rows of 16-byte multiples padded with zeros, so kernels see load_bytes >=
-//    narrowest_load and may read whole every load_bytes chunk that starts inside a row's head dim. Backward reads problem.out once per
-//    element at any alignment (delta), and stores go at any alignment (store_bytes: the width that pointers, strides and dims allow).
-//  * Tiles must fit Device::shared_memory (bytes one block may opt in to: 232448 on 9.0, 166912 on 8.0, 101376 on 8.6 and 8.9):
-//    the variant functions choose by it; a variant of -1 means none fits and the call is refused with a sentence.
-//  * sm80/forward.h and sm80/backward.h each declare one template, explicitly instantiated over few-line .cu files (instances):
-//      template <problem::DType kType, int kHeadDim, bool kPlain>
-//      cudaError_t forward(const problem::Problem&, const problem::Plan&, void* workspace, cudaStream_t);
-//      cudaError_t backward(const problem::Problem&, const problem::Gradients&, const problem::Plan&, void* workspace, cudaStream_t);
-//    They set their attributes once per device (common/attributes.cuh) and launch everything a call needs; launch.cu only picks the instance.
-//  * Forward with plan.splits > 1: the CTA of split s folds its share of the keys and writes fp32 partials into the workspace,
-//      out [splits][lse count][value_dim], then lse [splits][lse count] (natural log, -inf for a row that saw nothing),
-//    indexed by lse_offset(problem, batch, head, row); split 0 alone folds the sink. launch.cu then merges them into out and lse (merge.cu).
-//  * Packed rows and keys outside every sequence arrive filled (0, lse -inf): kernels do not touch them.
+// cuda/tiles.h: the tiles of the CUDA kernels, one row per instance, each with its reason. The only place with tile sizes.
+// problem::Plan::variant is an index into the table of the plan's direction; forward_variant() chooses it: an instance serves every
+// dtype of its kind (fp16 and bf16, fp32, fp64), every mask and stride. The first row that fits is taken.
+// Plain C++: the plan and the kernels read the same rows. What else plan, launch and kernels agree on: cuda/launch.cuh.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
-#include "problem/plan.h"
 #include "problem/problem.h"
 
 namespace flash::cuda {
 
-inline constexpr int kBuckets[] = {64, 96, 128, 192, 256, 512};
+enum class Body : uint8_t {
+  kRows,   // a warp owns its query rows
+  kWoven,  // the same; exponentials of one chunk of keys are written between the products of the next
+  kWide,   // warps share query rows: keys are divided in Q K^T, columns in P V
+  kTf32,   // fp32 on tensor cores
+  kFma,    // one warp per row, plain arithmetic
+};
 
-// The smallest bucket that holds both head dims; 0: none does.
+// What the planner reads of a row of either direction.
+struct Tile {
+  int rows, keys;  // of a block's tile
+  int resident;    // blocks a multiprocessor holds
+};
+
+struct ForwardTile {
+  int bucket;    // largest head_dim and value_dim
+  int rows;      // query rows of a block
+  int keys;      // of a tile
+  int warps;
+  int resident;  // blocks per multiprocessor, for the register limit
+  int stages;    // 2: K and V of the next tile travel while this one is computed; 1: K and V alternate
+  int sharing;   // warps that share rows
+  int terms;     // TF32 products for one fp32 product
+  Body body;
+  bool plain;    // no score modifiers, no dropout, 16-byte loads: has the optimistic body. Else: every feature at run time
+};
+
+// Measured on an H200 (sm_90, 227 KB of shared memory per block), 16k tokens, heads * dim = 2048.
+inline constexpr ForwardTile kForwardTiles[] = {
+    // 16-bit, plain. 32 query rows per warp: with 16, shared-memory reads of K and V bind.
+    {64, 128, 64, 4, 3, 2, 1, 0, Body::kRows, true},    // 0: few keys: three small blocks fill the tail better, +3 to 6 %
+    {64, 128, 128, 4, 2, 2, 1, 0, Body::kWoven, true},  // 1: Q stays in registers, half the barriers
+    {96, 128, 64, 4, 2, 2, 1, 0, Body::kWoven, true},   // 2
+    {128, 128, 64, 4, 2, 2, 1, 0, Body::kWoven, true},  // 3: 96 KB, so two blocks; 128 keys would spill, -22 %
+    {192, 64, 64, 4, 2, 1, 2, 0, Body::kWide, true},    // 4: sharing halves the reads of K and V, so two blocks fit
+    {256, 64, 64, 4, 2, 1, 2, 0, Body::kWide, true},    // 5
+    // 16-bit, general: one body, the exact one; a second one spills and costs more than it gains.
+    {64, 128, 128, 4, 2, 2, 1, 0, Body::kRows, false},  // 6
+    {96, 128, 64, 4, 2, 2, 1, 0, Body::kRows, false},   // 7
+    {128, 128, 64, 4, 2, 2, 1, 0, Body::kRows, false},  // 8
+    {192, 64, 64, 4, 2, 1, 2, 0, Body::kWide, false},   // 9
+    {256, 64, 64, 4, 2, 1, 2, 0, Body::kWide, false},   // 10
+    {256, 64, 32, 4, 1, 1, 2, 0, Body::kWide, false},   // 11: 68 KB, for devices with 99 KB per block (sm_86, sm_89, sm_120)
+    {512, 64, 64, 8, 1, 1, 4, 0, Body::kWide, false},   // 12: 201 KB
+    {512, 32, 32, 4, 1, 1, 2, 0, Body::kWide, false},   // 13: 98 KB, for the others
+    // fp32: three TF32 products give fp32 accuracy; one only where the caller allows TF32.
+    {64, 128, 32, 4, 2, 2, 1, 3, Body::kTf32, false},   // 14
+    {128, 128, 32, 4, 2, 1, 1, 3, Body::kTf32, false},  // 15: 99 KB, so two blocks
+    {256, 64, 32, 4, 1, 1, 1, 3, Body::kTf32, false},   // 16: 130 KB
+    {64, 128, 32, 4, 2, 2, 1, 1, Body::kTf32, false},   // 17
+    {128, 128, 32, 4, 2, 1, 1, 1, Body::kTf32, false},  // 18
+    {256, 64, 32, 4, 1, 1, 1, 1, Body::kTf32, false},   // 19
+    // fp64, and fp32 that the tiles above do not take: right, not fast.
+    {512, 4, 32, 4, 4, 1, 1, 0, Body::kFma, false},     // 20
+};
+inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
+
+// Dynamic shared memory of a block, bytes. element: bytes of an element of query, key and value.
+constexpr int64_t forward_shared_bytes(const ForwardTile& t, int64_t element) {
+  if (t.body == Body::kFma) return 0;
+  const int64_t row = t.bucket * element + (t.body == Body::kTf32 ? 16 : 0);
+  const int64_t exchange = t.body == Body::kWide ? t.rows * t.keys * element + int64_t{4} * t.sharing * t.rows : 0;
+  return (t.rows + int64_t{2} * t.stages * t.keys) * row + exchange;
+}
+
+// The smallest head dim of an instance that holds both, 0 if none does.
 constexpr int bucket(int64_t head_dim, int64_t value_dim) {
-  for (int size : kBuckets)
-    if (head_dim <= size && value_dim <= size) return size;
+  const int64_t dim = head_dim > value_dim ? head_dim : value_dim;
+  for (const int size : {64, 96, 128, 192, 256, 512})
+    if (dim <= size) return size;
   return 0;
 }
 
-// One tile of a kernel instance: what a CTA works on at a time.
-struct Tile {
-  int rows = 0, keys = 0;  // forward: a CTA owns `rows` queries and walks over tiles of `keys`; backward: owns `keys`, walks over `rows`
-  int warps = 0;
-  int stages = 0;          // shared-memory buffers per operand that is walked over; 1: K and V alternate
-  int sharing = 1;         // warps that share the same rows (forward) or keys (backward)
-  int resident = 1;        // CTAs per multiprocessor that registers and shared memory are planned for
-  int shared_bytes = 0;    // dynamic shared memory of one CTA
-};
+// Width in bytes that every row of query, key and value must at least be aligned to. Forward reads single elements where it must.
+constexpr int narrowest_forward_load(problem::DType dtype) { return static_cast<int>(problem::size_of(dtype)); }
 
-// Tiles of the sm80 family. `variant` is Plan::variant; 0 always exists.
-constexpr Tile forward_tile(problem::DType type, int head_dim, bool plain, int variant);   // TODO(forward)
-constexpr Tile backward_tile(problem::DType type, int head_dim, bool plain, int variant);  // TODO(backward)
+// Whether a plain instance may take the call: scores that are scale * query . key alone, a scale that the exponential can fold in
+// (positive, not extreme), 16-byte loads and stores. Sinks, windows, packed sequences and split keys are plain.
+constexpr bool forward_plain(const problem::Problem& p, int load_bytes, int store_bytes) {
+  return (p.dtype == problem::DType::kFloat16 || p.dtype == problem::DType::kBFloat16) && p.softcap == 0 &&
+         p.mask.data == nullptr && p.alibi_slopes == nullptr && p.dropout_p == 0 && p.scale >= 1e-20 && p.scale <= 1e20 &&
+         load_bytes == 16 && store_bytes == 16;
+}
 
-// Which row of the table a problem takes, by lengths, mask and the device's shared memory.
-constexpr int forward_variant(const problem::Problem& problem, const problem::Device& device, int head_dim, bool plain);    // TODO(forward)
-constexpr int backward_variant(const problem::Problem& problem, const problem::Device& device, bool deterministic, int head_dim,
-                               bool plain);                                                                            // TODO(backward)
+// Index into kForwardTiles, -1 if none fits. shared_memory: bytes one block may have; tf32: one TF32 product is accurate enough.
+constexpr int forward_variant(const problem::Problem& p, int64_t shared_memory, bool plain, bool tf32 = false) {
+  using problem::DType;
+  const int dim = bucket(p.head_dim, p.value_dim);
+  const bool half = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
+  const bool few_keys = p.keys <= 512 || (p.right < problem::kOpen && p.keys <= 1024);
+  for (int i = 0; i < kForwardVariants; ++i) {
+    const ForwardTile& t = kForwardTiles[i];
+    const bool tensor = half ? t.terms == 0 && t.body != Body::kFma
+                             : p.dtype == DType::kFloat32 && t.body == Body::kTf32 && t.terms == (tf32 ? 1 : 3);
+    if (t.body != Body::kFma && (!tensor || t.plain != plain)) continue;
+    if (t.body == Body::kFma && half) continue;
+    if (dim == 0 || dim > t.bucket || forward_shared_bytes(t, problem::size_of(p.dtype)) > shared_memory) continue;
+    if (t.plain && t.body == Body::kRows && !few_keys) continue;
+    return i;
+  }
+  return plain ? forward_variant(p, shared_memory, false, tf32) : -1;
+}
 
-// Bytes of scratch of a backward call: fp32 dQ, padded delta and lse2.                                              // TODO(backward)
-constexpr int64_t backward_workspace(const problem::Problem& problem, const problem::Gradients& gradients, int head_dim, const Tile& tile);
+constexpr Tile forward_tile(int variant) {
+  const ForwardTile& t = kForwardTiles[variant];
+  return {t.rows, t.keys, t.resident};
+}
 
-// The narrowest global load (bytes) the kernels of a direction have for an element type; narrower operands are copied by op/.
-constexpr int narrowest_load(problem::Direction direction, problem::DType type);                                      // TODO(both)
+// Split keys: partial results as cuda/launch.cuh lays them out for combine(): fp32 out [splits][lse count][value_dim], then
+// lse [splits][lse count]. A sink is folded into the first part. fp64 is never split.
+inline int64_t forward_workspace(const problem::Problem& p, int splits) {
+  const int64_t count = p.heads * (p.packed() ? p.total_rows : p.batch * p.rows);
+  return splits > 1 ? splits * count * (p.value_dim + 1) * int64_t{4} : 0;
+}
 
 }  // namespace flash::cuda
