@@ -1,4 +1,4 @@
-"""Compiler launcher for .cu files: keeps ptxas' resource report beside the object (<object>.ptxas, for benchmarks/build_table.py)
+"""Compiler launcher for .cu files: keeps ptxas' resource report beside the object (<object>.ptxas, for tools/kernel_report.py)
 and fails on what ptxas only mentions: C75xx (wgmma serialised: the kernel is slow or wrong) and, with --no-spills, spills."""
 
 from __future__ import annotations

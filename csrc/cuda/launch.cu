@@ -1,4 +1,4 @@
-// cuda/launch.cu: device properties, the instance a plan names, and CUDA's errors as sentences. All thinking is in problem/plan.cpp.
+// cuda/launch.cu: device properties, the family a plan names, and CUDA's errors as sentences. All thinking is in problem/plan.cpp.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -13,70 +13,9 @@ namespace flash::cuda {
 namespace {
 
 using problem::Direction;
-using problem::DType;
-using problem::Family;
 using problem::Gradients;
 using problem::Plan;
 using problem::Problem;
-
-using Forward = cudaError_t(const Problem&, const Plan&, void* workspace, cudaStream_t);
-using Backward = cudaError_t(const Problem&, const Gradients&, const Plan&, void* workspace, cudaStream_t);
-
-template <DType kType, bool kPlain>
-Forward* forward_instance(int head_dim) {
-  switch (head_dim) {
-    case 64: return sm80::forward<kType, 64, kPlain>;
-    case 96: return sm80::forward<kType, 96, kPlain>;
-    case 128: return sm80::forward<kType, 128, kPlain>;
-    case 192: return sm80::forward<kType, 192, kPlain>;
-    case 256: return sm80::forward<kType, 256, kPlain>;
-    case 512: return sm80::forward<kType, 512, kPlain>;
-    default: return nullptr;
-  }
-}
-
-template <DType kType, bool kPlain>
-Backward* backward_instance(int head_dim) {
-  switch (head_dim) {
-    case 64: return sm80::backward<kType, 64, kPlain>;
-    case 96: return sm80::backward<kType, 96, kPlain>;
-    case 128: return sm80::backward<kType, 128, kPlain>;
-    case 192: return sm80::backward<kType, 192, kPlain>;
-    case 256: return sm80::backward<kType, 256, kPlain>;
-    case 512: return sm80::backward<kType, 512, kPlain>;
-    default: return nullptr;
-  }
-}
-
-template <DType kType>
-Forward* forward_instance(const Plan& plan) {
-  return plan.plain ? forward_instance<kType, true>(plan.head_dim) : forward_instance<kType, false>(plan.head_dim);
-}
-
-template <DType kType>
-Backward* backward_instance(const Plan& plan) {
-  return plan.plain ? backward_instance<kType, true>(plan.head_dim) : backward_instance<kType, false>(plan.head_dim);
-}
-
-Forward* forward_instance(DType type, const Plan& plan) {
-  switch (type) {
-    case DType::kFloat16: return forward_instance<DType::kFloat16>(plan);
-    case DType::kBFloat16: return forward_instance<DType::kBFloat16>(plan);
-    case DType::kFloat32: return forward_instance<DType::kFloat32>(plan);
-    case DType::kFloat64: return forward_instance<DType::kFloat64>(plan);
-    default: return nullptr;
-  }
-}
-
-Backward* backward_instance(DType type, const Plan& plan) {
-  switch (type) {
-    case DType::kFloat16: return backward_instance<DType::kFloat16>(plan);
-    case DType::kBFloat16: return backward_instance<DType::kBFloat16>(plan);
-    case DType::kFloat32: return backward_instance<DType::kFloat32>(plan);
-    case DType::kFloat64: return backward_instance<DType::kFloat64>(plan);
-    default: return nullptr;
-  }
-}
 
 Error sentence(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
@@ -131,17 +70,13 @@ Error device(int index, problem::Device* device) {
 }
 
 Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
-  Forward* run = forward_instance(problem.dtype, plan);
-  if (run == nullptr) return sentence(cudaErrorInvalidDeviceFunction, plan);
-  cudaError_t error = run(problem, plan, workspace, stream);
+  cudaError_t error = sm80::forward(problem, plan, workspace, stream);
   if (error == cudaSuccess && plan.splits > 1) error = combine(problem, plan.splits, workspace, stream);
   return sentence(error, plan);
 }
 
 Error backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace, Stream stream) {
-  Backward* run = backward_instance(problem.dtype, plan);
-  if (run == nullptr) return sentence(cudaErrorInvalidDeviceFunction, plan);
-  return sentence(run(problem, gradients, plan, workspace, stream), plan);
+  return sentence(sm80::backward(problem, gradients, plan, workspace, stream), plan);
 }
 
 }  // namespace flash::cuda

@@ -20,7 +20,7 @@ void raise(cuda::Error error) { TORCH_CHECK(error == nullptr, error); }
 
 cuda::Stream current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-problem::Device device_of(const Tensor& query) {
+problem::Device properties(const Tensor& query) {
   problem::Device device;
   raise(cuda::device(query.get_device(), &device));
   return device;
@@ -56,7 +56,7 @@ struct Prepared {
   Tensor workspace;
 
   Prepared(Call& call, const Gradients* gradients) {
-    const problem::Device device = device_of(call.query);
+    const problem::Device device = properties(call.query);
     plan = problem::plan(call.problem, gradients, device, choice_of_environment());
     TORCH_CHECK(plan.family != problem::Family::kNone, "flash.attention: ",
                 problem::describe(call.problem, gradients, device, plan));
@@ -92,7 +92,7 @@ void dropout_mask_cuda(const Tensor& seed, double p, const Tensor& keep) {
                            keep.size(3), static_cast<uint8_t*>(keep.mutable_data_ptr()), current_stream()));
 }
 
-constexpr Backend kCuda{device_of, forward_cuda, backward_cuda, merge_cuda, dropout_mask_cuda};
+constexpr Backend kCuda{properties, forward_cuda, backward_cuda, merge_cuda, dropout_mask_cuda};
 
 }  // namespace
 

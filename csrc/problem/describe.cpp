@@ -1,5 +1,4 @@
 // problem/describe.cpp: a Plan in sentences, for explain() and for errors.
-#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <string>
@@ -59,8 +58,8 @@ void describe_widths(std::string& text, const Problem& p, const Gradients* g, co
 
 std::string describe_cpu(const Problem& p, const Device& device, const Plan& plan) {
   std::string text;
-  line(text, "The %s pass runs on the CPU in %s, with %s instructions.", name(plan.direction), name(p.dtype), device.instruction_set);
-  line(text, "%lld tasks are shared by %d threads.", Long{plan.blocks}, device.threads);
+  line(text, "The %s pass runs on the CPU in %s, with %s instructions on %d threads.", name(plan.direction), name(p.dtype),
+       device.instruction_set, device.threads);
   return text;
 }
 
@@ -71,7 +70,7 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
          device.major, device.minor);
   if (plan.refused & kRefusedHeadDim)
     line(text, "query has head_dim %lld and value %lld, the CUDA kernels take at most %d: use device='cpu'.", Long{p.head_dim},
-         Long{p.value_dim}, *std::max_element(std::begin(cuda::kBuckets), std::end(cuda::kBuckets)));
+         Long{p.value_dim}, cuda::kForwardTiles[cuda::kForwardVariants - 1].bucket);
   if (plan.refused & kRefusedSharedMemory)
     line(text, "head_dim %lld in %s needs more shared memory than the %lld bytes a block of this GPU (compute capability %d.%d) has.",
          Long{p.head_dim}, name(p.dtype), Long{device.shared_memory}, device.major, device.minor);

@@ -50,11 +50,6 @@ void choose_widths(Plan& plan, const Problem& p, const Gradients* g, int narrowe
   }
 }
 
-// Scores that are scale * query . key alone. A sink is not a score: the plain instances take it.
-bool is_plain(const Problem& p) {
-  return p.softcap == 0 && p.mask.data == nullptr && p.alibi_slopes == nullptr && p.dropout_p == 0;
-}
-
 // Tiles of keys that the last block of rows, which sees the most under a causal mask, walks over.
 int64_t key_tiles(const Problem& p, const cuda::Tile& tile) {
   const Interval seen = interval(p, p.rows, p.keys);
@@ -84,32 +79,43 @@ Plan refuse(Plan plan, Refusal reason) {
   return plan;
 }
 
-Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan plan) {
-  if (device.major < 8) return refuse(plan, kRefusedArchitecture);
-  plan.family = Family::kSm80;
-  plan.head_dim = cuda::bucket(p.head_dim, p.value_dim);
-  if (plan.head_dim == 0) return refuse(plan, kRefusedHeadDim);
-  plan.plain = is_plain(p);
-  plan.variant = g == nullptr ? cuda::forward_variant(p, device, plan.head_dim, plan.plain)
-                              : cuda::backward_variant(p, device, g->deterministic, plan.head_dim, plan.plain);
+Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
+  choose_widths(plan, p, nullptr, cuda::narrowest_forward_load(p.dtype));
+  plan.plain = cuda::forward_plain(p, plan.load_bytes, plan.store_bytes);
+  plan.variant = cuda::forward_variant(p, device.shared_memory, plan.plain, p.tf32);
   if (plan.variant < 0) return refuse(plan, kRefusedSharedMemory);
-  const cuda::Tile tile = g == nullptr ? cuda::forward_tile(p.dtype, plan.head_dim, plan.plain, plan.variant)
-                                       : cuda::backward_tile(p.dtype, plan.head_dim, plan.plain, plan.variant);
+  plan.head_dim = cuda::kForwardTiles[plan.variant].bucket;
+  plan.plain = cuda::kForwardTiles[plan.variant].plain;
+  const cuda::Tile tile = cuda::forward_tile(plan.variant);
   plan.tile_rows = tile.rows;
   plan.tile_keys = tile.keys;
-  choose_widths(plan, p, g, cuda::narrowest_load(plan.direction, p.dtype));
-  if (g == nullptr) {
-    const int64_t blocks = p.batch * p.heads * ceil_div(p.rows, tile.rows);
-    if (!p.fp64()) plan.splits = choose_splits(blocks, int64_t{device.multiprocessors} * tile.resident, key_tiles(p, tile));
-    plan.blocks = blocks * plan.splits;
-    const int64_t lse_count = p.heads * (p.packed() ? p.total_rows : p.batch * p.rows);
-    if (plan.splits > 1) plan.workspace_bytes = plan.splits * lse_count * (p.value_dim + 1) * int64_t{sizeof(float)};
-  } else {
-    plan.blocks = p.batch * p.kv_heads * ceil_div(p.keys, tile.keys);
-    plan.workspace_bytes = cuda::backward_workspace(p, *g, plan.head_dim, tile);
-  }
-  if (plan.blocks > kMaxBlocks) return refuse(plan, kRefusedGrid);
+  plan.blocks = p.batch * p.heads * ceil_div(p.rows, tile.rows);
+  if (!p.fp64()) plan.splits = choose_splits(plan.blocks, int64_t{device.multiprocessors} * tile.resident, key_tiles(p, tile));
+  plan.blocks *= plan.splits;
+  plan.workspace_bytes = cuda::forward_workspace(p, plan.splits);
   return plan;
+}
+
+Plan backward_sm80(const Problem& p, const Gradients& g, const Device& device, Plan plan) {
+  choose_widths(plan, p, &g, cuda::narrowest_backward_load(p.dtype));
+  plan.variant = cuda::backward_variant(p, g, device.shared_memory, plan.load_bytes);
+  if (plan.variant < 0) return refuse(plan, kRefusedSharedMemory);
+  plan.head_dim = cuda::kBackwardTiles[plan.variant].bucket;
+  plan.plain = cuda::kBackwardTiles[plan.variant].plain;
+  const cuda::Tile tile = cuda::backward_tile(plan.variant);
+  plan.tile_rows = tile.rows;
+  plan.tile_keys = tile.keys;
+  plan.blocks = p.batch * p.kv_heads * ceil_div(p.keys, tile.keys);
+  plan.workspace_bytes = cuda::backward_workspace(p, g, plan.variant);
+  return plan;
+}
+
+Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan plan) {
+  if (device.major < 8) return refuse(plan, kRefusedArchitecture);
+  if (cuda::bucket(p.head_dim, p.value_dim) == 0) return refuse(plan, kRefusedHeadDim);
+  plan.family = Family::kSm80;
+  plan = g == nullptr ? forward_sm80(p, device, plan) : backward_sm80(p, *g, device, plan);
+  return plan.blocks > kMaxBlocks ? refuse(plan, kRefusedGrid) : plan;
 }
 
 }  // namespace

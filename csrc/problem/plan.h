@@ -47,7 +47,7 @@ struct Plan {
   int store_bytes = 0;          // width of global stores of out, or of dquery, dkey and dvalue
   uint32_t copies = 0;          // operands that op/ has to copy first, to dense rows of 16-byte multiples, padded with zeros
   int splits = 1;               // parts the keys are cut into; > 1 needs a combine
-  int64_t blocks = 0;           // CTAs, or CPU tasks
+  int64_t blocks = 0;           // CTAs of the main kernel
   int64_t workspace_bytes = 0;  // one allocation, handed to the launch
   uint32_t refused = 0;         // why nothing, or not a faster family, was taken: bits of Refusal
 };

@@ -49,6 +49,7 @@ struct Problem {
   int64_t lse_batch = 0, lse_head = 0;
 
   double scale = 0;                // multiplies query . key
+  bool tf32 = false;               // fp32 products may be rounded to TF32 (CUDA, torch's allow flag)
   double softcap = 0;              // 0: off; else score = softcap * tanh(scale * qk / softcap)
   int64_t left = kOpen, right = kOpen;  // row i sees keys [i + diagonal - left, i + diagonal + right]
   bool bottom_right = false;       // diagonal = keys - rows of the sequence, else 0

@@ -1,0 +1,194 @@
+"""A small grid of calls that touches every kernel and feature, to be run under compute-sanitizer; checks no numbers.
+
+    python tests/sanitize.py                              each tool in turn, about a minute each; exit status 1 on a finding
+    python tests/sanitize.py --tools racecheck --seconds 120
+    python tests/sanitize.py --inside --seconds 60        the calls alone, as a tool runs them
+
+Wide coverage comes first, so a run cut off by --seconds has seen every instance once. Torch's caching allocator is off inside:
+each tensor is an allocation of its own, so a read past its end is a finding, and nothing old makes memory look initialised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+FINDING = 86  # exit status of compute-sanitizer when it found something
+# Our kernels alone, except in initcheck: it has to see torch's kernels write what ours read.
+OURS = ("--kernel-name", "kns=N5flash")
+
+
+def dense_cases() -> Iterator[tuple]:
+    """(case, dtype, deterministic, layout), the widest coverage first."""
+    import torch
+    from cases import Case
+
+    short = {"batch": 1, "heads": 2, "kv_heads": 1}
+    everything = {"left": 90, "right": 10, "softcap": 3.0, "alibi": "BH", "sinks": True, "mask": "float:1HLS", "dropout_p": 0.2}
+    half, bfloat, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    dims = (64, 128, 96, 192, 256, 512)
+    for dtype in (bfloat, single, half, double):
+        for dim in dims:
+            yield Case(f"plain-{dim}", rows=77, keys=133, head_dim=dim, right=0, bottom_right=True, **short), dtype, False, ""
+    for dtype in (bfloat, single, half, double):
+        for dim in dims:
+            yield Case(f"all-{dim}", rows=133, keys=77, head_dim=dim, **short, **everything), dtype, False, ""
+    for dim in dims:
+        yield Case(f"deterministic-{dim}", rows=70, keys=133, head_dim=dim, right=0, **short), bfloat, True, ""
+        yield Case(f"deterministic-all-{dim}", rows=70, keys=133, head_dim=dim, **short, **everything), bfloat, True, ""
+    for dtype in (bfloat, single):
+        yield Case("split-keys", rows=1, keys=2000, head_dim=128, **short), dtype, False, ""
+        yield Case("split-keys-sinks", rows=3, keys=2000, head_dim=64, sinks=True, right=0, bottom_right=True, **short), dtype, False, ""
+        yield Case("odd-97", rows=65, keys=70, head_dim=97, value_dim=33, **short), dtype, False, ""
+        yield Case("odd-100", rows=65, keys=70, head_dim=100, value_dim=40, **short), dtype, False, ""
+        yield Case("odd-1", rows=17, keys=70, head_dim=1, value_dim=3, **short), dtype, False, ""
+        yield Case("wide-value", rows=65, keys=70, head_dim=64, value_dim=128, **short), dtype, False, ""
+        yield Case("off-by-one", rows=65, keys=130, head_dim=64, **short), dtype, False, "misaligned"
+        yield Case("rows-inside", rows=65, keys=130, head_dim=64, **short), dtype, False, "rows first"
+    for mask in ("bool:BHLS", "bool:B11S", "same:BHLS", "float:BHL1", "float:1111", "float:11LS"):
+        yield Case(f"mask-{mask}", batch=2, heads=2, rows=65, keys=131, head_dim=64, mask=mask), bfloat, False, ""
+    yield Case("window", rows=200, keys=200, head_dim=64, left=20, right=5, **short), bfloat, False, ""
+    yield Case("nothing-seen", rows=130, keys=130, head_dim=64, left=-5, right=-10, **short), bfloat, False, ""
+    yield Case("empty-rows", rows=200, keys=65, head_dim=128, right=0, bottom_right=True, sinks=True, **short), bfloat, False, ""
+    yield Case("dropout", rows=130, keys=65, head_dim=128, dropout_p=0.5, **short), bfloat, False, ""
+    yield Case("full-tiles", rows=256, keys=512, head_dim=64, **short), bfloat, False, ""
+    yield Case("full-tiles", rows=256, keys=512, head_dim=128, **short), bfloat, False, ""
+    yield Case("full-tiles", rows=256, keys=512, head_dim=256, **short), bfloat, False, ""
+
+
+def arrange(tensor, layout: str):
+    """The same numbers in another layout: [batch, rows, heads, dim] memory, or off 16-byte alignment by one element."""
+    import torch
+
+    if layout == "rows first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "misaligned":
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+    return tensor
+
+
+def run_dense(case, dtype, deterministic: bool, layout: str) -> None:
+    import torch
+    from cases import make_inputs
+
+    x = make_inputs(case, dtype, "cuda")
+    q, k, v, g = (arrange(t, layout) for t in (x.query, x.key, x.value, x.grad_out))
+    extras = (x.mask, x.alibi_slopes, x.sinks, x.seed)
+    options = {**case.options, "deterministic": deterministic}
+    out, lse = torch.ops.flash.attention_forward(q, k, v, *extras, **options)
+    wanted = [True, True, True, x.mask is not None and x.mask.is_floating_point(), x.sinks is not None]
+    torch.ops.flash.attention_backward(g, x.grad_lse, q, k, v, out, lse, *extras, wanted, **options)
+
+
+def run_packed(case, dtype) -> None:
+    import torch
+
+    def ends(lengths):
+        return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+
+    keys = case.rows if case.keys is None else case.keys
+    rows_total, keys_total = sum(case.rows) + case.tail, sum(keys) + case.tail
+    value_dim = case.value_dim or case.head_dim
+
+    def normal(*size):
+        return torch.randn(*size).to(dtype).cuda()
+
+    q, k = normal(rows_total, case.heads, case.head_dim), normal(keys_total, case.kv_heads, case.head_dim)
+    v, g = normal(keys_total, case.kv_heads, value_dim), normal(rows_total, case.heads, value_dim)
+    lengths = (ends(case.rows), ends(keys), max(case.rows), max(keys))
+    slopes = torch.rand(len(case.rows), case.heads).cuda() if case.alibi else None
+    sinks = torch.randn(case.heads).cuda() if case.sinks else None
+    seed = torch.rand(2, dtype=torch.float64).cuda() if case.dropout_p > 0 else None
+    extras = (slopes, sinks, seed)
+    out, lse = torch.ops.flash.attention_varlen_forward(q, k, v, *lengths, *extras, **case.options)
+    wanted = [True, True, True, sinks is not None]
+    torch.ops.flash.attention_varlen_backward(g, None, q, k, v, out, lse, *lengths, *extras, wanted, **case.options)
+
+
+def run_small(_) -> None:
+    """merge and dropout_mask."""
+    import torch
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        a, b = (torch.randn(2, 3, 17, 40).to(dtype).cuda() for _ in range(2))
+        lse_a, lse_b = (torch.randn(2, 3, 17).to(accumulate).cuda() for _ in range(2))
+        torch.ops.flash.merge(a, lse_a, b, lse_b)
+    torch.ops.flash.dropout_mask(torch.rand(2, dtype=torch.float64).cuda(), [2, 3, 17, 65], 0.3)
+
+
+def inside(seconds: float) -> int:
+    """Runs the grid until the time is up. Returns the number of calls that raised."""
+    here = Path(__file__).resolve().parent
+    sys.path.insert(0, str(here))
+    import torch
+    from cases import PACKED
+
+    import flash_attn_ext  # noqa: F401  (registers torch.ops.flash)
+
+    jobs: list[tuple[str, Callable[[], None]]] = []
+    for case, dtype, deterministic, layout in dense_cases():
+        jobs.append((f"{case} {dtype}", lambda c=case, t=dtype, d=deterministic, a=layout: run_dense(c, t, d, a)))
+    packed = [(f"packed-{case}", lambda c=case: run_packed(c, torch.bfloat16)) for case in PACKED]
+    jobs[24:24] = [*packed, ("small", lambda: run_small(None))]  # after the first pass over types and head dims
+
+    torch.manual_seed(0)
+    start, failed, done = time.monotonic(), 0, 0
+    for name, job in jobs:
+        if time.monotonic() - start > seconds:
+            break
+        try:
+            job()
+            torch.cuda.synchronize()
+        except (RuntimeError, NotImplementedError) as error:
+            failed += 1
+            print(f"RAISED {name}: {str(error).splitlines()[0]}", flush=True)
+        done += 1
+    print(f"{done} of {len(jobs)} calls in {time.monotonic() - start:.0f} s, {failed} raised", flush=True)
+    return failed
+
+
+def under(tool: str, seconds: float, sanitizer: str) -> int:
+    """The grid under one tool: its exit status."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDING), "--print-limit", "20"]
+    command += ["--launch-timeout", "0", "--report-api-errors", "no"]
+    command += [] if tool == "initcheck" else OURS
+    command += [sys.executable, __file__, "--inside", "--seconds", str(seconds)]
+    print(f"=== {tool}", flush=True)
+    start = time.monotonic()
+    try:
+        # One call can be slow under a tool: the calls stop at `seconds`, the whole process at twice that.
+        status = subprocess.run(command, env=environment, timeout=2 * seconds + 60).returncode
+    except subprocess.TimeoutExpired:
+        status = -1
+    verdict = {0: "clean", FINDING: "FINDINGS", -1: "OUT OF TIME"}.get(status, f"FAILED with status {status}")
+    print(f"=== {tool}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--seconds", type=float, default=50.0, help="for the calls of one tool")
+    parser.add_argument("--inside", action="store_true", help="only run the calls")
+    arguments = parser.parse_args()
+    if arguments.inside:
+        return 1 if inside(arguments.seconds) else 0
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        print("No compute-sanitizer on PATH: it comes with the CUDA toolkit, or pip install nvidia-cuda-sanitizer-api.")
+        return 1
+    statuses = [under(tool, arguments.seconds, sanitizer) for tool in arguments.tools]
+    return 1 if any(statuses) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
