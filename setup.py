@@ -1,7 +1,7 @@
 """Finds torch and a CUDA compiler, drives cmake and ninja, names the wheel.
 
-Static metadata is in pyproject.toml, sources are in CMakeLists.txt. Read from the environment: FLASH_ATTN_EXT_CUDA (1, 0; unset:
-if torch is a CUDA build), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, CMAKE_ARGS, CMAKE_CXX_COMPILER_LAUNCHER and
+Static metadata is in pyproject.toml, sources are in CMakeLists.txt. Read from the environment: FLASH_ATTN_EXT_CUDA (1, 0;
+unset: if torch is a CUDA build), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, CMAKE_ARGS, CMAKE_CXX_COMPILER_LAUNCHER and
 CMAKE_CUDA_COMPILER_LAUNCHER (sccache or ccache is used when there is one).
 """
 
