@@ -1,0 +1,96 @@
+"""Bits that must not depend on threads, repetition, or what else is in the batch (cases.md A12, A18)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import COMBINED, Case, make_inputs
+from compare import dtype_name, run_flash
+
+TWO_TYPES = (torch.float32, torch.bfloat16)
+SHAPES = [
+    Case("square", rows=300, right=0),
+    Case("one-head", batch=1, heads=1, rows=400, keys=500, head_dim=32),
+    Case("grouped", batch=1, heads=8, kv_heads=1, rows=100, keys=150, head_dim=16),
+    Case("decode", batch=1, heads=2, rows=1, keys=5000, head_dim=64),
+    *COMBINED,
+]
+
+
+@pytest.mark.parametrize("dtype", TWO_TYPES, ids=dtype_name)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_thread_count(case: Case, dtype: torch.dtype):
+    inputs = make_inputs(case, dtype, "cpu")
+    expected = None
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        result = run_flash(case, inputs, gradients=True, grad_lse=True)
+        expected = expected or result
+        for name, tensor in result.items():
+            assert torch.equal(tensor, expected[name]), f"{threads} threads: {name}"
+
+
+@pytest.mark.parametrize("dtype", TWO_TYPES, ids=dtype_name)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_repetition(case: Case, dtype: torch.dtype, device: str):
+    """Forward always; backward under torch's own switch (the poisoning of fresh memory turns it on for the CPU)."""
+    inputs = make_inputs(case, dtype, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [run_flash(case, inputs, gradients=True, grad_lse=True) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results[1:]:
+        for name, tensor in result.items():
+            assert torch.equal(tensor, results[0][name]), name
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_deterministic_argument(case: Case, device: str):
+    """deterministic=True on the call: the same as the global switch, bit for bit, also when asked of backward alone."""
+    inputs = make_inputs(case, torch.float32, device)
+    leaves = [x.detach().clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    rest = (inputs.mask, inputs.alibi_slopes, inputs.sinks, inputs.seed)
+
+    def gradients(deterministic):
+        out, _ = torch.ops.flash.attention_forward(*leaves, *rest, **case.options, deterministic=deterministic)
+        return torch.autograd.grad(out, leaves, inputs.grad_out)
+
+    asked = [gradients(True) for _ in range(2)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        switched = gradients(None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in (asked[1], switched):
+        for ours, theirs in zip(asked[0], other, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rows, keys", [(1, 4096), (40, 300)])
+def test_batch_mates_do_not_matter(rows: int, keys: int):
+    """P4: a sample alone, or among others, gives the same bits."""
+    query, key, value = (torch.randn(7, 2, size, 32) for size in (rows, keys, keys))
+    together = torch.ops.flash.attention(query, key, value)
+    for index in (0, 3, 6):
+        alone = torch.ops.flash.attention(*(x[index : index + 1] for x in (query, key, value)))
+        assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_thirty_runs(head_dim: int, cuda: str):
+    """P1, Dao-AILab/flash-attention#2244: deterministic gradients stay the same over many runs."""
+    for rows in (1024, 4096):
+        leaves = [torch.randn(2, 16, rows, head_dim, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        grad = torch.randn_like(leaves[0])
+
+        def run(leaves=leaves, grad=grad):
+            out, _ = torch.ops.flash.attention_forward(*leaves, window_right=0, deterministic=True)
+            return out, *torch.autograd.grad(out, leaves, grad)
+
+        expected = run()
+        for _ in range(30):
+            for ours, theirs in zip(run(), expected, strict=True):
+                assert torch.equal(ours, theirs)
