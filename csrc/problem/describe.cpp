@@ -56,6 +56,19 @@ void describe_widths(std::string& text, const Problem& p, const Gradients* g, co
   if (g != nullptr) describe_width(text, "grad_out", g->dout, p.value_dim, bytes, plan.copies & kOutputGradient);
 }
 
+// How products are made, and why not on tensor cores.
+const char* arithmetic(const Problem& p, const Plan& plan) {
+  const bool forward = plan.direction == Direction::kForward;
+  const bool scalar = forward ? cuda::kForwardTiles[plan.variant].body == cuda::Body::kFma
+                              : cuda::kBackwardTiles[plan.variant].body == cuda::BackwardBody::kScalar;
+  if (scalar)
+    return p.fp64() ? "Products are plain arithmetic: the kernels have no fp64 tensor core path."
+                    : "Products are plain arithmetic, right but slow: no tensor core instance takes this dtype, head dim and GPU.";
+  if (p.dtype != DType::kFloat32) return "Products run on tensor cores (mma.sync) and are summed in fp32.";
+  return p.tf32 ? "Products run on tensor cores, rounded to TF32 as torch's fp32 precision setting allows."
+                : "Products run on tensor cores, three TF32 terms each: fp32 accuracy.";
+}
+
 std::string describe_cpu(const Problem& p, const Device& device, const Plan& plan) {
   std::string text;
   line(text, "The %s pass runs on the CPU in %s, with %s instructions on %d threads.", name(plan.direction), name(p.dtype),
@@ -88,13 +101,18 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
   if (plan.family == Family::kCpu) return describe_cpu(p, device, plan);
   if (plan.family == Family::kNone) return describe_refusal(p, device, plan);
   std::string text;
-  line(text, "The %s pass runs the sm80 kernels (mma.sync) in %s, the %s instance for head dims up to %d.", name(plan.direction),
-       name(p.dtype), plan.plain ? "plain" : "general", plan.head_dim);
+  line(text, "The %s pass runs the sm80 kernels in %s: the %s instance for %s.", name(plan.direction), name(p.dtype),
+       plan.plain ? "plain" : "general", plan.head_dim == 0 ? "any head dim" : ("head dims up to " + std::to_string(plan.head_dim)).c_str());
+  line(text, "%s", arithmetic(p, plan));
   line(text, "A block takes tiles of %d rows x %d keys (variant %d).", plan.tile_rows, plan.tile_keys, plan.variant);
   line(text, "%lld blocks run on %d multiprocessors.", Long{plan.blocks}, device.multiprocessors);
   if (plan.splits > 1)
     line(text, "Too few rows to fill the GPU: the keys are cut into %d parts, added up by a second kernel.", plan.splits);
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
+  if (g != nullptr && g->dquery.data != nullptr)
+    line(text, g->deterministic || plan.head_dim == 0
+                   ? "dquery is computed by blocks of its own: every run gives the same bits."
+                   : "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).");
   describe_widths(text, p, g, plan);
   return text;
 }

@@ -50,11 +50,15 @@ void choose_widths(Plan& plan, const Problem& p, const Gradients* g, int narrowe
   }
 }
 
+// Pieces of `unit` rows (or keys) of all heads. Packed: what holds them whatever the lengths, which only the device knows.
+int64_t pieces(const Problem& p, int64_t heads, int64_t longest, int64_t total, int64_t unit) {
+  return heads * (p.packed() ? total / unit + p.batch : p.batch * ceil_div(longest, unit));
+}
+
 // Tiles of keys that the last block of rows, which sees the most under a causal mask, walks over.
-int64_t key_tiles(const Problem& p, const cuda::Tile& tile) {
-  const Interval seen = interval(p, p.rows, p.keys);
-  const Span span = seen.rows(std::max<int64_t>(0, p.rows - tile.rows), p.rows);
-  return span.last <= span.first ? 1 : ceil_div(span.last - span.first, tile.keys);
+int64_t key_tiles(const Problem& p, int64_t tile_rows, int64_t tile_keys) {
+  const Span span = interval(p, p.rows, p.keys).rows(std::max<int64_t>(0, p.rows - tile_rows), p.rows);
+  return span.last <= span.first ? 1 : ceil_div(span.last - span.first, tile_keys);
 }
 
 // Few blocks leave multiprocessors idle: cut the keys. The fewest parts within 10 % of the best use of whole waves.
@@ -81,17 +85,17 @@ Plan refuse(Plan plan, Refusal reason) {
 
 Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
   choose_widths(plan, p, nullptr, cuda::narrowest_forward_load(p.dtype));
-  plan.plain = cuda::forward_plain(p, plan.load_bytes, plan.store_bytes);
-  plan.variant = cuda::forward_variant(p, device.shared_memory, plan.plain, p.tf32);
-  if (plan.variant < 0) return refuse(plan, kRefusedSharedMemory);
-  plan.head_dim = cuda::kForwardTiles[plan.variant].bucket;
-  plan.plain = cuda::kForwardTiles[plan.variant].plain;
-  const cuda::Tile tile = cuda::forward_tile(plan.variant);
-  plan.tile_rows = tile.rows;
-  plan.tile_keys = tile.keys;
-  plan.blocks = p.batch * p.heads * ceil_div(p.rows, tile.rows);
-  if (!p.fp64()) plan.splits = choose_splits(plan.blocks, int64_t{device.multiprocessors} * tile.resident, key_tiles(p, tile));
-  plan.blocks *= plan.splits;
+  plan.variant = cuda::forward_variant(p, device.shared_memory, cuda::forward_plain(p, plan.load_bytes, plan.store_bytes), p.tf32);
+  if (plan.variant < 0) return plan;
+  const cuda::ForwardTile& row = cuda::kForwardTiles[plan.variant];
+  plan.head_dim = row.bucket;
+  plan.plain = row.plain;
+  plan.tile_rows = row.rows;
+  plan.tile_keys = row.keys;
+  const int64_t blocks = pieces(p, p.heads, p.rows, p.total_rows, row.rows);
+  if (!p.fp64())
+    plan.splits = choose_splits(blocks, int64_t{device.multiprocessors} * row.resident, key_tiles(p, row.rows, row.keys));
+  plan.blocks = blocks * plan.splits;
   plan.workspace_bytes = cuda::forward_workspace(p, plan.splits);
   return plan;
 }
@@ -99,22 +103,23 @@ Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
 Plan backward_sm80(const Problem& p, const Gradients& g, const Device& device, Plan plan) {
   choose_widths(plan, p, &g, cuda::narrowest_backward_load(p.dtype));
   plan.variant = cuda::backward_variant(p, g, device.shared_memory, plan.load_bytes);
-  if (plan.variant < 0) return refuse(plan, kRefusedSharedMemory);
-  plan.head_dim = cuda::kBackwardTiles[plan.variant].bucket;
-  plan.plain = cuda::kBackwardTiles[plan.variant].plain;
-  const cuda::Tile tile = cuda::backward_tile(plan.variant);
-  plan.tile_rows = tile.rows;
-  plan.tile_keys = tile.keys;
-  plan.blocks = p.batch * p.kv_heads * ceil_div(p.keys, tile.keys);
+  if (plan.variant < 0) return plan;
+  const cuda::BackwardTile& row = cuda::kBackwardTiles[plan.variant];
+  plan.head_dim = row.bucket;
+  plan.plain = row.plain;
+  plan.tile_rows = row.rows;
+  plan.tile_keys = row.keys;
+  plan.blocks = pieces(p, p.kv_heads, p.keys, p.total_keys, row.keys);
   plan.workspace_bytes = cuda::backward_workspace(p, g, plan.variant);
   return plan;
 }
 
 Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan plan) {
   if (device.major < 8) return refuse(plan, kRefusedArchitecture);
-  if (cuda::bucket(p.head_dim, p.value_dim) == 0) return refuse(plan, kRefusedHeadDim);
   plan.family = Family::kSm80;
   plan = g == nullptr ? forward_sm80(p, device, plan) : backward_sm80(p, *g, device, plan);
+  if (plan.variant < 0)
+    return refuse(plan, cuda::bucket(p.head_dim, p.value_dim) == 0 ? kRefusedHeadDim : kRefusedSharedMemory);
   return plan.blocks > kMaxBlocks ? refuse(plan, kRefusedGrid) : plan;
 }
 

@@ -39,7 +39,7 @@ enum Operand : uint32_t { kQuery = 1, kKey = 2, kValue = 4, kOutputGradient = 8 
 struct Plan {
   Family family = Family::kNone;
   Direction direction = Direction::kForward;
-  int head_dim = 0;             // bucket of the kernel instance, >= max(head_dim, value_dim)
+  int head_dim = 0;             // bucket of the kernel instance, >= max(head_dim, value_dim); 0: any
   int tile_rows = 0, tile_keys = 0;
   int variant = 0;              // row of the family's tile table
   bool plain = false;           // the instance without score modifiers
