@@ -17,7 +17,7 @@ using problem::Gradients;
 using problem::Plan;
 using problem::Problem;
 
-Error sentence(cudaError_t error, const Plan& plan) {
+Error failure(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
   char what[160];
   std::snprintf(what, sizeof what, "flash.attention: the %s kernel for head dims up to %d (%d rows x %d keys, %lld blocks)",
@@ -72,11 +72,11 @@ Error device(int index, problem::Device* device) {
 Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
   cudaError_t error = sm80::forward(problem, plan, workspace, stream);
   if (error == cudaSuccess && plan.splits > 1) error = combine(problem, plan.splits, workspace, stream);
-  return sentence(error, plan);
+  return failure(error, plan);
 }
 
 Error backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace, Stream stream) {
-  return sentence(sm80::backward(problem, gradients, plan, workspace, stream), plan);
+  return failure(sm80::backward(problem, gradients, plan, workspace, stream), plan);
 }
 
 }  // namespace flash::cuda
