@@ -1,0 +1,113 @@
+"""Pictures of what the suites measured, one function per suite that has any. Needs matplotlib."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, str]
+
+# One colour per rival in every picture; ours stands out.
+COLOURS = {
+    "ours": "#d62728", "sdpa-flash": "#1f77b4", "sdpa-cudnn": "#2ca02c", "sdpa-efficient": "#9467bd", "sdpa-math": "#8c564b",
+    "standard": "#7f7f7f", "flex": "#bcbd22", "flash_attn": "#17becf", "flash_attn_3": "#ff7f0e", "flash_attn.cute": "#e377c2",
+}  # fmt: skip
+
+
+def _figure(rows: int, columns: int) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(5.0 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+
+
+def _lines(axes: Any, rows: Iterable[Row], value: Callable[[Row], float | None]) -> list[tuple[list[int], list[float]]]:
+    """One line per rival over the length."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        number = value(row)
+        if number is not None:
+            points.setdefault(row["rival"], []).append((int(row["rows"]), number))
+    drawn = []
+    for rival, line in points.items():
+        lengths, numbers = [list(part) for part in zip(*sorted(line), strict=True)]
+        axes.plot(lengths, numbers, marker="o", markersize=4, linewidth=2.4 if rival == "ours" else 1.4, label=rival, color=COLOURS.get(rival))
+        drawn.append((lengths, numbers))
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("sequence length")
+    axes.grid(alpha=0.3)
+    return drawn
+
+
+def _number(row: Row, column: str) -> float | None:
+    return float(row[column]) if row[column] else None
+
+
+def _values(rows: Iterable[Row], column: str) -> list[str]:
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def train(rows: list[Row]) -> Iterator[tuple[str, Any]]:
+    """A grid per dtype and direction: masks down, head dims across; the right axis is the share of the measured GEMM."""
+    ceilings = {row["dtype"]: float(row["tflops"]) for row in rows if row["direction"] == "gemm" and row["tflops"]}
+    for dtype in _values(rows, "dtype"):
+        for direction in ("forward", "backward"):
+            chosen = [row for row in rows if row["dtype"] == dtype and row["direction"] == direction]
+            if not chosen:
+                continue
+            masks, head_dims = _values(chosen, "causal"), _values(chosen, "head_dim")
+            figure, grid = _figure(len(masks), len(head_dims))
+            for i, mask in enumerate(masks):
+                for j, head_dim in enumerate(head_dims):
+                    axes = grid[i][j]
+                    _lines(axes, [r for r in chosen if (r["causal"], r["head_dim"]) == (mask, head_dim)], lambda r: _number(r, "tflops"))
+                    axes.set_title(f"{direction}, {dtype}, D {head_dim}, {'causal' if mask == 'True' else 'no mask'}")
+                    axes.set_ylabel("TFLOP/s")
+                    axes.set_ylim(bottom=0)
+                    if ceiling := ceilings.get(dtype):
+                        share = axes.secondary_yaxis("right", functions=(lambda y, c=ceiling: 100 * y / c, lambda p, c=ceiling: p * c / 100))
+                        share.set_ylabel("% of the measured GEMM")
+            grid[0][0].legend(fontsize=8)
+            yield f"train-{dtype}-{direction}", figure
+
+
+def memory(rows: list[Row]) -> Iterator[tuple[str, Any]]:
+    directions = _values(rows, "direction")
+    figure, grid = _figure(1, len(directions))
+    for axes, direction in zip(grid[0], directions, strict=True):
+        chosen = [row for row in rows if row["direction"] == direction]
+        _lines(axes, chosen, lambda r: max(float(r["extra_bytes"]), 1.0) / 2**20 if r["extra_bytes"] else None)
+        lengths = sorted({int(row["rows"]) for row in chosen})
+        heads, batch = int(chosen[0]["heads"]), int(chosen[0]["batch"])
+        scores = [batch * heads * length**2 * 2 / 2**20 for length in lengths]
+        axes.plot(lengths, scores, linestyle=":", color="black", label="one 16-bit score matrix per head")
+        axes.set_yscale("log", base=2)
+        axes.set_ylabel("MiB beyond inputs and results")
+        axes.set_title(f"{direction}: peak extra memory")
+        axes.legend(fontsize=8)
+    yield "memory", figure
+
+
+def traffic(rows: list[Row]) -> Iterator[tuple[str, Any]]:
+    directions = _values(rows, "direction")
+    figure, grid = _figure(1, len(directions))
+    for axes, direction in zip(grid[0], directions, strict=True):
+        chosen = [row for row in rows if row["direction"] == direction]
+        _lines(axes, chosen, lambda r: (float(r["bytes_read"]) + float(r["bytes_written"])) / 1e9)
+        axes.set_yscale("log")
+        axes.set_ylabel("GB to and from HBM")
+        axes.set_title(f"{direction}: memory traffic")
+        axes.legend(fontsize=8)
+    yield "traffic", figure
+
+
+DRAWN: dict[str, Callable[[list[Row]], Iterator[tuple[str, Any]]]] = {"train": train, "memory": memory, "traffic": traffic}
+
+
+def draw(suite: str, rows: list[Row], folder: Path) -> Iterator[Path]:
+    for name, figure in DRAWN[suite](rows) if suite in DRAWN else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=110)
+        yield path

@@ -1,0 +1,167 @@
+"""python -m benchmarks.report CSV...: Markdown tables on stdout and pictures in benchmarks/results (or --pictures DIR)."""
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from . import pictures
+
+Row = dict[str, str]
+OURS = "ours"
+
+
+def read(paths: Iterable[Path]) -> dict[str, list[Row]]:
+    """Rows of all files, by suite."""
+    suites: dict[str, list[Row]] = defaultdict(list)
+    for path in paths:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                suites[row["suite"]].append(row)
+    return suites
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mask_name(row: Row) -> str:
+    mask = "causal" if row["causal"] == "True" else "none"
+    return mask if row.get("float_mask", "none") == "none" else f"{mask}, float {row['float_mask']}"
+
+
+def unique(rows: Iterable[Row], column: str) -> list[str]:
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def beside(rows: list[Row], key: Callable[[Row], tuple[str, ...]], value: str, header: Sequence[str], best: str) -> str:
+    """One line per key, one column per rival, then ours relative to the best other one (best: "highest" or "lowest" value)."""
+    rivals = unique(rows, "rival")
+    cells: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        cells[key(row)][row["rival"]] = row[value] if row[value] else "refused"
+    lines = []
+    for labels, results in cells.items():
+        numbers = {rival: float(text) for rival, text in results.items() if text != "refused"}
+        others = [number for rival, number in numbers.items() if not rival.startswith(OURS)]
+        ratio = ""
+        if OURS in numbers and others:
+            leader = max(others) if best == "highest" else min(others)
+            ratio = f"{numbers[OURS] / leader:.2f}" if leader > 0 else ""
+        shown = [format_number(results.get(rival, "")) for rival in rivals]
+        lines.append([*labels, *shown, ratio])
+    word = "ours / best other" if best == "highest" else "ours / least other"
+    return markdown([*header, *rivals, word], lines)
+
+
+def format_number(text: str) -> str:
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def origin(rows: list[Row]) -> str:
+    def all_of(column: str) -> str:
+        return ", ".join(value for value in unique(rows, column) if value)
+
+    first, last = rows[0]["date"], rows[-1]["date"]
+    clocks = f"; {rows[0]['clocks']}" if rows[0].get("clocks") else ""
+    return (
+        f"{all_of('device')}{clocks}; torch {all_of('torch')}, CUDA {all_of('cuda') or 'none'}, cuDNN {all_of('cudnn') or 'none'}; "
+        f"commit {all_of('commit')}; {first} to {last}"
+    )
+
+
+def geomean_line(rows: list[Row], value: str) -> str:
+    """Ours against every rival, over the cells that both ran."""
+    by_cell: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row[value]:
+            by_cell[tuple(row[c] for c in ("dtype", "head_dim", "rows", "causal", "float_mask"))][row["rival"]] = float(row[value])
+    texts = []
+    for rival in unique(rows, "rival"):
+        ratios = [cell[OURS] / cell[rival] for cell in by_cell.values() if OURS in cell and rival in cell and cell[rival] > 0]
+        if ratios and not rival.startswith(OURS):
+            product = 1.0
+            for ratio in ratios:
+                product *= ratio ** (1 / len(ratios))
+            texts.append(f"{rival} {product:.3f} (least {min(ratios):.2f}, {len(ratios)} cells)")
+    return "Geometric mean of ours / rival: " + "; ".join(texts) if texts else ""
+
+
+def train(rows: list[Row]) -> Iterable[str]:
+    for row in rows:
+        if row["direction"] == "gemm" and row["tflops"]:
+            yield f"GEMM ceiling, {row['dtype']} {row['rows']}^3: {format_number(row['tflops'])} TFLOP/s"
+    for direction in ("forward", "backward"):
+        chosen = [row for row in rows if row["direction"] == direction]
+        if chosen:
+            yield f"### {direction}, TFLOP/s"
+            header = ("dtype", "D", "mask", "S")
+            yield beside(chosen, lambda r: (r["dtype"], r["head_dim"], mask_name(r), r["rows"]), "tflops", header, "highest")
+            yield geomean_line(chosen, "tflops")
+
+
+def decode(rows: list[Row]) -> Iterable[str]:
+    yield "GB/s of keys and values read"
+    header = ("dtype", "B", "keys", "heads q/kv", "D")
+
+    def key(row: Row) -> tuple[str, ...]:
+        return row["dtype"], row["batch"], row["keys"], f"{row['heads']}/{row['kv_heads']}", row["head_dim"]
+
+    yield beside(rows, key, "gigabytes_per_second", header, "highest")
+
+
+def host(rows: list[Row]) -> Iterable[str]:
+    yield "microseconds of host time per call"
+    yield beside(rows, lambda r: (r["direction"],), "microseconds", ("call",), "lowest")
+
+
+def memory(rows: list[Row]) -> Iterable[str]:
+    yield "bytes beyond inputs, results and gradients, at the peak"
+    header = ("dtype", "mask", "S", "direction", "lse")
+    yield beside(
+        rows, lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"], r["lse_bytes"]), "extra_bytes", header, "lowest"
+    )  # fmt: skip
+
+
+def traffic(rows: list[Row]) -> Iterable[str]:
+    yield "bytes to and from HBM"
+    total = [{**row, "bytes": str(int(row["bytes_read"]) + int(row["bytes_written"]))} for row in rows]
+    yield beside(total, lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"]), "bytes", ("dtype", "mask", "S", "direction"), "lowest")
+
+
+def cpu(rows: list[Row]) -> Iterable[str]:
+    """The CPU suite's own columns: whatever it writes, as one table."""
+    skipped = {"suite", "device", "torch", "cuda", "cudnn", "commit", "clocks", "date"}
+    header = [column for column in rows[0] if column not in skipped]
+    yield markdown(header, [[format_number(row[column]) for column in header] for row in rows])
+
+
+TABLES: dict[str, Callable[[list[Row]], Iterable[str]]] = {
+    "train": train, "decode": decode, "host": host, "memory": memory, "traffic": traffic, "cpu": cpu,
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--pictures", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args(arguments)
+    for suite, rows in read(args.files).items():
+        print(f"## {suite}\n\n{origin(rows)}\n")
+        for block in TABLES[suite](rows):
+            if block:
+                print(block + "\n")
+        for picture in pictures.draw(suite, rows, args.pictures):
+            print(f"![{suite}]({picture.name})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Host time of one call on a tiny problem, where the GPU is always done first: microseconds of forward, and forward + backward."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import rivals, runner
+from ..cells import DTYPES, Cell
+from ..timing import Call, interleaved
+
+DEFAULT_RIVALS = (rivals.OURS, "ours-op", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash_attn", "flash_attn_3")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--calls", type=int, default=200, help="calls without a synchronisation per timed round")
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    cell = Cell(args.dtype, 1, args.heads, args.heads, args.length, args.length, args.head_dim, causal=False)
+    chosen = runner.chosen(args, DEFAULT_RIVALS)
+
+    def stopwatch(call: Call) -> float:
+        with call.context():
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(args.calls):
+                call.function()
+            return (time.perf_counter() - begin) / args.calls
+
+    def training(rival: rivals.Rival, tensors: Any) -> Call:
+        gradient = torch.randn_like(tensors[0])
+
+        def once() -> None:
+            torch.autograd.grad(rival.attention(*tensors, cell), tensors[:3], gradient)
+
+        return Call(once, rival.context)
+
+    for direction, seconds in runner.walk(["forward", "forward + backward"], args.budget):
+        tensors = cell.tensors(args.device, requires_grad=direction != "forward")
+        if direction == "forward":
+            calls = runner.forward_calls(chosen, tensors, cell)
+        else:
+            calls = {rival.name: training(rival, tensors) for rival in chosen}
+        interleaved(calls, stopwatch, args.rounds, seconds)
+        yield from runner.rows(cell, direction, calls, lambda seconds: {"microseconds": f"{seconds * 1e6:.2f}"})
