@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cuda/common/scratch.h"
 #include "problem/problem.h"
 
 namespace flash::cuda {
@@ -35,6 +36,8 @@ struct ForwardTile {
   int terms;     // TF32 products for one fp32 product
   Body body;
   bool plain;    // no score modifiers, no dropout, 16-byte loads: has the optimistic body. Else: every feature at run time
+
+  constexpr int threads() const { return warps * 32; }
 };
 
 // Measured on an H200 (sm_90, 227 KB of shared memory per block), 16k tokens, heads * dim = 2048.
@@ -65,6 +68,13 @@ inline constexpr ForwardTile kForwardTiles[] = {
     // fp64, and fp32 that the tiles above do not take: right, not fast.
     {512, 4, 32, 4, 4, 1, 1, 0, Body::kFma, false},     // 20
 };
+
+// Whether a row has an instance for elements of so many bytes.
+constexpr bool serves(const ForwardTile& t, int64_t element) {
+  if (t.body == Body::kFma) return element >= 4;
+  return element == (t.body == Body::kTf32 ? 4 : 2);
+}
+
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
 // Dynamic shared memory of a block, bytes. element: bytes of an element of query, key and value.
@@ -96,21 +106,18 @@ constexpr bool forward_plain(const problem::Problem& p, int load_bytes, int stor
 
 // Index into kForwardTiles, -1 if none fits. shared_memory: bytes one block may have; tf32: one TF32 product is accurate enough.
 constexpr int forward_variant(const problem::Problem& p, int64_t shared_memory, bool plain, bool tf32 = false) {
-  using problem::DType;
   const int dim = bucket(p.head_dim, p.value_dim);
-  const bool half = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
+  const int64_t element = problem::size_of(p.dtype);
   const bool few_keys = p.keys <= 512 || (p.right < problem::kOpen && p.keys <= 1024);
   for (int i = 0; i < kForwardVariants; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    const bool tensor = half ? t.terms == 0 && t.body != Body::kFma
-                             : p.dtype == DType::kFloat32 && t.body == Body::kTf32 && t.terms == (tf32 ? 1 : 3);
-    if (t.body != Body::kFma && (!tensor || t.plain != plain)) continue;
-    if (t.body == Body::kFma && half) continue;
-    if (dim == 0 || dim > t.bucket || forward_shared_bytes(t, problem::size_of(p.dtype)) > shared_memory) continue;
+    if (!serves(t, element) || (t.plain && !plain)) continue;
+    if (dim == 0 || dim > t.bucket || forward_shared_bytes(t, element) > shared_memory) continue;
+    if (t.body == Body::kTf32 && t.terms != (tf32 ? 1 : 3)) continue;
     if (t.plain && t.body == Body::kRows && !few_keys) continue;
     return i;
   }
-  return plain ? forward_variant(p, shared_memory, false, tf32) : -1;
+  return -1;
 }
 
 constexpr Tile forward_tile(int variant) {
@@ -123,6 +130,106 @@ constexpr Tile forward_tile(int variant) {
 inline int64_t forward_workspace(const problem::Problem& p, int splits) {
   const int64_t count = p.heads * (p.packed() ? p.total_rows : p.batch * p.rows);
   return splits > 1 ? splits * count * (p.value_dim + 1) * int64_t{4} : 0;
+}
+
+enum class BackwardBody : uint8_t {
+  kTensor,  // 16-bit, tensor cores
+  kScalar,  // any type, head dim and alignment by plain arithmetic: right, not fast
+};
+
+// A block owns `keys` keys and walks over tiles of `rows` query rows.
+struct BackwardTile {
+  int bucket;    // largest head_dim and value_dim; 0: any
+  int keys, rows;
+  int warps;
+  int resident;  // blocks per multiprocessor, for the register limit
+  int stages;    // 2: the next tile of Q and dO travels while this one is computed
+  int sharing;   // warps that share keys: they divide the rows of a tile, then the columns of dK and dV
+  int chunk;     // rows that a warp multiplies at a time
+  int dquery;    // the row of kRowGradientTiles that computes dQ where the result must be deterministic; -1: none
+  BackwardBody body;
+  bool plain;    // no score modifiers, no dropout, no mask gradient, 16-byte loads
+
+  constexpr int threads() const { return warps * 32; }
+};
+
+// dQ by itself: a block owns `rows` query rows, a warp rows / warps of them, and walks over tiles of `keys`.
+struct RowGradientTile {
+  int bucket, rows, keys, warps, resident;
+  bool plain;
+
+  constexpr int threads() const { return warps * 32; }
+};
+
+inline constexpr RowGradientTile kRowGradientTiles[] = {
+    {64, 128, 64, 4, 2, true},    // 0: 64 KB
+    {96, 128, 32, 4, 2, true},    // 1: 72 KB
+    {128, 128, 32, 4, 2, true},   // 2: 96 KB
+    {192, 128, 32, 8, 1, true},   // 3: 144 KB; 32 rows per warp would not leave registers for S
+    {256, 128, 32, 8, 1, true},   // 4: 192 KB
+    {64, 128, 32, 4, 2, false},   // 5
+    {128, 128, 32, 4, 2, false},  // 6
+    {256, 64, 32, 4, 1, false},   // 7: 128 KB
+};
+
+inline constexpr BackwardTile kBackwardTiles[] = {
+    // 16-bit, plain. 32 keys per warp: with 16, shared-memory reads of Q and dO bind.
+    {64, 128, 128, 4, 2, 1, 1, 32, 0, BackwardBody::kTensor, true},  // 0: P and dS stay in registers
+    {96, 128, 64, 8, 1, 2, 2, 32, 1, BackwardBody::kTensor, true},   // 1: dK, dV of 32 keys and all columns would not fit registers
+    {128, 128, 64, 8, 1, 2, 2, 32, 2, BackwardBody::kTensor, true},  // 2: 161 KB
+    {192, 64, 64, 8, 1, 2, 4, 16, 3, BackwardBody::kTensor, true},   // 3: 160 KB
+    {256, 64, 64, 8, 1, 2, 4, 16, 4, BackwardBody::kTensor, true},   // 4: 209 KB
+    {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, true},   // 5: 145 KB, for 163 KB per block (sm_80, sm_87)
+    // 16-bit, general.
+    {64, 128, 128, 4, 2, 1, 1, 16, 5, BackwardBody::kTensor, false},  // 6: chunks of 16 rows leave registers for the modifiers
+    {128, 128, 64, 8, 1, 2, 2, 16, 6, BackwardBody::kTensor, false},  // 7
+    {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, false},   // 8: 145 KB
+    {128, 64, 64, 4, 1, 1, 2, 16, 6, BackwardBody::kTensor, false},   // 9: 81 KB, for 99 KB per block (sm_86, sm_89, sm_120)
+    {256, 32, 32, 4, 1, 1, 2, 16, -1, BackwardBody::kTensor, false},  // 10: 69 KB, for the same
+    {512, 32, 64, 8, 1, 1, 4, 16, -1, BackwardBody::kTensor, false},  // 11: 201 KB
+    {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},    // 12
+};
+inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
+
+// Dynamic shared memory of a block, bytes: K, V; Q, dO and their lse2, delta per stage; dS, and P where it crosses between warps.
+constexpr int64_t backward_shared_bytes(const BackwardTile& t) {
+  if (t.body == BackwardBody::kScalar) return 0;
+  const int64_t row = t.bucket * 2, weights = int64_t{2} * t.keys * t.rows;
+  return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights * (t.sharing > 1 ? 2 : 1);
+}
+
+// Q, dO and two stages of K, V.
+constexpr int64_t row_gradient_shared_bytes(const RowGradientTile& t) { return (2 * t.rows + 4 * t.keys) * int64_t{2} * t.bucket; }
+
+constexpr int narrowest_backward_load(problem::DType dtype) { return static_cast<int>(problem::size_of(dtype)); }
+
+constexpr bool backward_plain(const problem::Problem& p, int load_bytes) { return forward_plain(p, load_bytes, 16); }
+
+// Index into kBackwardTiles: the first row that fits.
+constexpr int backward_variant(const problem::Problem& p, const problem::Gradients& g, int64_t shared_memory, int load_bytes) {
+  const bool half = p.dtype == problem::DType::kFloat16 || p.dtype == problem::DType::kBFloat16;
+  const bool plain = backward_plain(p, load_bytes);
+  const int dim = bucket(p.head_dim, p.value_dim);
+  for (int i = 0; i < kBackwardVariants; ++i) {
+    const BackwardTile& t = kBackwardTiles[i];
+    if (t.body == BackwardBody::kScalar) return i;
+    if (!half || (t.plain && !plain) || dim == 0 || dim > t.bucket || backward_shared_bytes(t) > shared_memory) continue;
+    if (g.deterministic && (t.dquery < 0 || row_gradient_shared_bytes(kRowGradientTiles[t.dquery]) > shared_memory)) continue;
+    return i;
+  }
+  return -1;
+}
+
+constexpr Tile backward_tile(int variant) {
+  const BackwardTile& t = kBackwardTiles[variant];
+  return {t.rows, t.keys, t.resident};
+}
+
+// Whether dQ is summed up in the scratch, out of the order of time, instead of by a kernel of its own.
+inline bool sums_dquery(const problem::Gradients& g) { return g.dquery.data != nullptr && !g.deterministic; }
+
+inline int64_t backward_workspace(const problem::Problem& p, const problem::Gradients& g, int variant) {
+  return kBackwardTiles[variant].body == BackwardBody::kScalar ? 0 : common::scratch_bytes(p, sums_dquery(g));
 }
 
 }  // namespace flash::cuda

@@ -64,7 +64,8 @@ __device__ __forceinline__ int narrow(int64_t x) {  // far values stay far
 
 // Hides what the interval does not show, and rows (transposed only) and keys past the end.
 template <bool kTransposed, int kI, int kJ>
-__device__ __forceinline__ void hide(float (&s)[kI][kJ][4], const problem::Interval& interval, int64_t rows, const Place& at) {
+__device__ __forceinline__ void hide(float (&s)[kI][kJ][4], const problem::Interval& interval, int64_t rows, const Place& at,
+                                     float hidden = -INFINITY) {
   const int64_t corner = at.key - at.row - interval.diagonal;  // key - row, measured from the diagonal
   const int above = narrow(kTransposed ? corner + interval.left : interval.right - corner);   // column <= line + above
   const int below = narrow(kTransposed ? corner - interval.right : -interval.left - corner);  // column >= line + below
@@ -82,7 +83,7 @@ __device__ __forceinline__ void hide(float (&s)[kI][kJ][4], const problem::Inter
       for (int j = 0; j < kJ; ++j)
 #pragma unroll
         for (int f = 0; f < 2; ++f)
-          if (j * 8 + f > last || j * 8 + f < first) s[i][j][2 * half + f] = -INFINITY;
+          if (j * 8 + f > last || j * 8 + f < first) s[i][j][2 * half + f] = hidden;
     }
 }
 
@@ -224,11 +225,11 @@ __device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::P
   });
 }
 
-// All of it, in order: cap, ALiBi, mask. T: dtype of the query. Returns log2 units per unit of the scores that leave.
+// Second step: ALiBi, then the mask, in units of scores of which one is `log2_scale` log2 units. T: dtype of the query.
 template <bool kTransposed, class T, int kI, int kJ>
-__device__ __forceinline__ float modify(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m, int64_t batch,
-                                        int64_t head, int64_t rows, const problem::Interval& interval, const Place& at) {
-  const float log2_scale = cap<T>(s, m);
+__device__ __forceinline__ void add_modifiers(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m, int64_t batch,
+                                              int64_t head, int64_t rows, const problem::Interval& interval, const Place& at,
+                                              float log2_scale) {
   const float unit = kLog2e / log2_scale;
   if (m.flags & kAlibi) {
     const float slope = static_cast<const float*>(p.alibi_slopes)[batch * p.alibi_batch + head];
@@ -245,6 +246,14 @@ __device__ __forceinline__ float modify(float (&s)[kI][kJ][4], const problem::Pr
     read_mask<kTransposed, uint8_t>(s, p.mask, batch, head, rows, interval.keys, at, [](float& x, uint8_t v) {
       if (v == 0) x = -INFINITY;
     });
+}
+
+// Both steps. Returns log2 units per unit of the scores that leave.
+template <bool kTransposed, class T, int kI, int kJ>
+__device__ __forceinline__ float modify(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m, int64_t batch,
+                                        int64_t head, int64_t rows, const problem::Interval& interval, const Place& at) {
+  const float log2_scale = cap<T>(s, m);
+  add_modifiers<kTransposed, T>(s, p, m, batch, head, rows, interval, at, log2_scale);
   return log2_scale;
 }
 

@@ -12,8 +12,8 @@
 
 namespace flash::tile {
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int next_power_of_two(int x) {
+FLASH_TILE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+FLASH_TILE constexpr int next_power_of_two(int x) {
   int y = 1;
   while (y < x) y *= 2;
   return y;
@@ -30,7 +30,7 @@ struct Swizzled {
   static constexpr bool kWide = kChunks % 8 == 0;
   static_assert(kChunks % 4 == 0, "a row must be a multiple of 64 bytes");
 
-  static constexpr int bytes(int rows) { return rows * kRowBytes; }
+  static FLASH_TILE constexpr int bytes(int rows) { return rows * kRowBytes; }
 
   static FLASH_TILE uint32_t address(uint32_t tile, int row, int chunk) {
     const int swizzled = kWide ? chunk ^ (row & 7) : chunk ^ ((row >> 1) & 3);
@@ -42,9 +42,9 @@ struct Swizzled {
     return kWide ? (address ^ ((step & 3) << 5)) + (step >> 2) * 128 : (address ^ ((step & 1) << 5)) + (step >> 1) * 64;
   }
 
-  // From the address of a row to that of `4 n` rows further, the chunk kept: the swizzle repeats every 8 rows.
+  // From the address of row r to that of row r + n, the chunk kept, where r is below a power of two that divides n.
   static FLASH_TILE uint32_t rows(uint32_t address, int n) {
-    return (n % 8 == 0 ? address : address ^ (kWide ? 64u : 32u)) + n * kRowBytes;
+    return (address ^ ((kWide ? n & 7 : (n >> 1) & 3) << 4)) + n * kRowBytes;
   }
 };
 
@@ -56,7 +56,7 @@ struct Padded {
   static constexpr int kRowBytes = kCols * 4 + 16;
   static constexpr int kChunks = kCols / 4;
 
-  static constexpr int bytes(int rows) { return rows * kRowBytes; }
+  static FLASH_TILE constexpr int bytes(int rows) { return rows * kRowBytes; }
   static FLASH_TILE uint32_t address(uint32_t tile, int row, int chunk) { return tile + row * kRowBytes + (chunk << 4); }
   static FLASH_TILE uint32_t columns(uint32_t address, int step) { return address + step * 32; }  // 8 columns a step
   static FLASH_TILE uint32_t rows(uint32_t address, int n) { return address + n * kRowBytes; }

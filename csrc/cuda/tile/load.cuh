@@ -13,7 +13,7 @@ struct Loader {
   static constexpr int kLanes = next_power_of_two(Layout::kChunks);
   static constexpr int kStep = kThreads / kLanes;
   static constexpr int kPasses = kRows / kStep;
-  static_assert(kStep % 4 == 0 && kRows % kStep == 0, "the swizzle of a lane must alternate between two values at most");
+  static_assert(kStep > 0 && kRows % kStep == 0);
 
   static __device__ __forceinline__ int row() { return threadIdx.x / kLanes; }
   static __device__ __forceinline__ int chunk() { return threadIdx.x % kLanes; }
@@ -42,12 +42,12 @@ struct Loader {
     }
   }
 
-  // The same for rows that are aligned to `width` = 8, 4 or 2 bytes only.
+  // The same for rows that are aligned to `width` bytes only: 8, or one element.
   static __device__ __forceinline__ void load_narrow(uint32_t tile, const char* from, int64_t stride, int rows, int row_bytes,
                                                      int width) {
     if (width == 8) {
       copy_narrow<8>(tile, from, stride, rows, row_bytes);
-    } else if (width == 4 || Layout::kElementBytes == 4) {
+    } else if constexpr (Layout::kElementBytes == 4) {
       copy_narrow<4>(tile, from, stride, rows, row_bytes);
     } else {
       copy_elements(tile, from, stride, rows, row_bytes);
