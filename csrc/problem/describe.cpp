@@ -73,6 +73,9 @@ std::string describe_cpu(const Problem& p, const Device& device, const Plan& pla
   std::string text;
   line(text, "The %s pass runs on the CPU in %s, with %s instructions on %d threads.", name(plan.direction), name(p.dtype),
        device.instruction_set, device.threads);
+  line(text, plan.direction == Direction::kForward
+                 ? "A task takes a tile of query rows; where rows are few the keys are split, by sizes alone, with a small workspace."
+                 : "A task takes tiles of query rows and keys; a workspace holds the sums of the gradients of its keys.");
   return text;
 }
 
@@ -106,8 +109,11 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
   line(text, "%s", arithmetic(p, plan));
   line(text, "A block takes tiles of %d rows x %d keys (variant %d).", plan.tile_rows, plan.tile_keys, plan.variant);
   line(text, "%lld blocks run on %d multiprocessors.", Long{plan.blocks}, device.multiprocessors);
-  if (plan.splits > 1)
-    line(text, "Too few rows to fill the GPU: the keys are cut into %d parts, added up by a second kernel.", plan.splits);
+  if (plan.splits > 1) {
+    line(text, "The rows are too few to fill the GPU: the keys are split into %d parts, added up by a second kernel.", plan.splits);
+  } else {
+    line(text, "The keys are not split.");
+  }
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
   if (g != nullptr && g->dquery.data != nullptr)
     line(text, g->deterministic || plan.head_dim == 0

@@ -166,7 +166,7 @@ TEST(Plan, EveryTileFitsSomeDeviceAndEveryBucketEveryDevice) {
 TEST(Describe, SaysKernelTileLoadsAndWhyTheyAreNarrow) {
   const Problem p = problem(DType::kBFloat16, 1, 65536, 100);
   const std::string text = describe(p, nullptr, hopper(), forward(p));
-  for (const char* part : {"forward pass", "bfloat16", "rows x", "132 multiprocessors", "parts", "8 bytes wide",
+  for (const char* part : {"forward pass", "bfloat16", "rows x", "132 multiprocessors", "split into", "8 bytes wide",
                            "query is read by narrower loads: a row is not a multiple of 16 bytes long"})
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   Device cpu;
