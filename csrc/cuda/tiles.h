@@ -179,15 +179,13 @@ inline constexpr BackwardTile kBackwardTiles[] = {
     {128, 128, 64, 8, 1, 2, 2, 32, 2, BackwardBody::kTensor, true},  // 2: 161 KB
     {192, 64, 64, 8, 1, 2, 4, 16, 3, BackwardBody::kTensor, true},   // 3: 160 KB
     {256, 64, 64, 8, 1, 2, 4, 16, 4, BackwardBody::kTensor, true},   // 4: 209 KB
-    {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, true},   // 5: 145 KB, for 163 KB per block (sm_80, sm_87)
-    // 16-bit, general.
-    {64, 128, 128, 4, 2, 1, 1, 16, 5, BackwardBody::kTensor, false},  // 6: chunks of 16 rows leave registers for the modifiers
-    {128, 128, 64, 8, 1, 2, 2, 16, 6, BackwardBody::kTensor, false},  // 7
-    {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, false},   // 8: 145 KB
-    {128, 64, 64, 4, 1, 1, 2, 16, 6, BackwardBody::kTensor, false},   // 9: 81 KB, for 99 KB per block (sm_86, sm_89, sm_120)
-    {256, 32, 32, 4, 1, 1, 2, 16, -1, BackwardBody::kTensor, false},  // 10: 69 KB, for the same
-    {512, 32, 64, 8, 1, 1, 4, 16, -1, BackwardBody::kTensor, false},  // 11: 201 KB
-    {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},    // 12
+    // 16-bit, general: chunks of 16 rows leave registers for the modifiers.
+    {64, 128, 128, 4, 2, 1, 1, 16, 5, BackwardBody::kTensor, false},  // 5
+    {128, 128, 64, 8, 1, 2, 2, 16, 6, BackwardBody::kTensor, false},  // 6
+    {128, 64, 64, 4, 1, 1, 2, 16, 6, BackwardBody::kTensor, false},   // 7: 81 KB, for 99 KB per block (sm_86, sm_89, sm_120)
+    {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, false},   // 8: 145 KB, so for 163 KB per block (sm_80) too
+    {512, 32, 64, 8, 1, 1, 4, 16, -1, BackwardBody::kTensor, false},  // 9: 201 KB
+    {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},    // 10
 };
 inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
 

@@ -40,7 +40,8 @@ struct Dropout {
     return static_cast<uint32_t>((row & 7) * 4 + ((col & 7) >> 1));
   }
   static FLASH_HD uint32_t bits_of(const Philox& r, int64_t row, int64_t col) {
-    const uint32_t word = r.word[((col >> 3) & 1) * 2 + ((row >> 3) & 1)];
+    const uint32_t left = (row & 8) ? r.word[1] : r.word[0], right = (row & 8) ? r.word[3] : r.word[2];
+    const uint32_t word = (col & 8) ? right : left;  // no index: on a GPU it would put the words into memory
     return (col & 1) ? word >> 16 : word & 0xffffu;
   }
 

@@ -140,89 +140,115 @@ __device__ __forceinline__ void add_alibi(float (&s)[kI][kJ][4], float slope, in
     }
 }
 
-// Two neighbours of a mask in one read.
+// Values of a mask as what is added to a score in natural units.
+__device__ __forceinline__ float addend(float x) { return x; }
+__device__ __forceinline__ float addend(__half x) { return __half2float(x); }
+__device__ __forceinline__ float addend(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float addend(bool keep) { return keep ? 0.f : -INFINITY; }
+
+// Two neighbours in one read.
 template <class Element>
-struct Pair {
+struct alignas(2 * sizeof(Element)) Pair {
   Element low, high;
 };
-__device__ __forceinline__ Pair<float> read_pair(const float* p) {
-  const float2 v = __ldg(reinterpret_cast<const float2*>(p));
-  return {v.x, v.y};
+template <class Element>
+__device__ __forceinline__ Pair<Element> read_pair(const Element* p) {
+  Pair<Element> pair;
+  if constexpr (sizeof(Element) == 4) {
+    const uint2 bits = __ldg(reinterpret_cast<const uint2*>(p));
+    memcpy(&pair, &bits, sizeof pair);
+  } else if constexpr (sizeof(Element) == 2) {
+    const uint32_t bits = __ldg(reinterpret_cast<const uint32_t*>(p));
+    memcpy(&pair, &bits, sizeof pair);
+  } else {
+    const uint16_t bits = __ldg(reinterpret_cast<const uint16_t*>(p));
+    pair = {(bits & 255) != 0, bits >> 8 != 0};
+  }
+  return pair;
 }
-__device__ __forceinline__ Pair<__half> read_pair(const __half* p) {
-  const __half2 v = __ldg(reinterpret_cast<const __half2*>(p));
-  return {v.x, v.y};
-}
-__device__ __forceinline__ Pair<__nv_bfloat16> read_pair(const __nv_bfloat16* p) {
-  const __nv_bfloat162 v = __ldg(reinterpret_cast<const __nv_bfloat162*>(p));
-  return {v.x, v.y};
-}
-__device__ __forceinline__ Pair<uint8_t> read_pair(const uint8_t* p) {
-  const uint16_t v = __ldg(reinterpret_cast<const uint16_t*>(p));
-  return {static_cast<uint8_t>(v & 255), static_cast<uint8_t>(v >> 8)};
+template <class Element>
+__device__ __forceinline__ Element read_one(const Element* p) {
+  if constexpr (sizeof(Element) == 1) {
+    return __ldg(reinterpret_cast<const uint8_t*>(p)) != 0;
+  } else {
+    return __ldg(p);
+  }
 }
 
-// Calls use(score, value) for every element of the fragment. Elements past the end of the mask get the value of its last line or
-// column: they are hidden afterwards (a tile that reaches past the end is PARTIAL) or never stored.
-template <bool kTransposed, class Element, int kI, int kJ, class Use>
-__device__ __forceinline__ void read_mask(float (&s)[kI][kJ][4], const problem::Mask& mask, int64_t batch, int64_t head,
-                                          int64_t rows, int64_t keys, const Place& at, Use use) {
-  const Element* corner = static_cast<const Element*>(mask.data) + batch * mask.batch + head * mask.head + at.row * mask.row +
-                          at.key * mask.key;
-  const int64_t line_stride = kTransposed ? mask.key : mask.row, column_stride = kTransposed ? mask.row : mask.key;
-  const int last_line = narrow((kTransposed ? keys - at.key : rows - at.row) - 1);
-  const int last_column = narrow((kTransposed ? rows - at.row : keys - at.key) - 1);
-  const bool inside = at.column - (at.column & 7) + kJ * 8 - 1 <= last_column;
-  const bool pairs = inside && column_stride == 1 && (line_stride & 1) == 0 &&
+// Where a fragment's mask lies: the corner of its tile, and strides in elements along the lines and columns of the fragment.
+struct MaskPlace {
+  int64_t corner, line_stride, column_stride;
+  int last_line, last_column;  // that exist, from the corner
+  bool inside;                 // no column of the fragment lies beyond
+};
+
+// The mask's values for one line of a fragment; line: from the corner. What lies past the end gets the value of the last line or
+// column: it is hidden afterwards (a tile that reaches past the end is PARTIAL) or never stored.
+template <bool kTransposed, class Element, int kJ>
+__device__ __forceinline__ void read_line(float (&v)[2 * kJ], const void* data, const MaskPlace& m, int line, int column) {
+  const Element* corner = static_cast<const Element*>(data) + m.corner;
+  const Element* from = corner + min(line, m.last_line) * m.line_stride;
+  // Lines of keys are mostly dense. Lines of rows are mostly broadcast, or far apart.
+  const bool pairs = !kTransposed && m.inside && m.column_stride == 1 && m.line_stride % 2 == 0 &&
                      reinterpret_cast<uint64_t>(corner) % (2 * sizeof(Element)) == 0;
+  if (pairs) {
 #pragma unroll
-  for (int i = 0; i < kI; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Element* line = corner + min(at.line + i * 16 + half * 8, last_line) * line_stride;
-      if (pairs) {
-        Pair<Element> v[kJ];
-#pragma unroll
-        for (int j = 0; j < kJ; ++j) v[j] = read_pair(line + at.column + j * 8);
-#pragma unroll
-        for (int j = 0; j < kJ; ++j) {
-          use(s[i][j][2 * half], v[j].low);
-          use(s[i][j][2 * half + 1], v[j].high);
-        }
-      } else if (column_stride == 0) {
-        const Element v = __ldg(line);
-#pragma unroll
-        for (int j = 0; j < kJ; ++j) {
-          use(s[i][j][2 * half], v);
-          use(s[i][j][2 * half + 1], v);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kJ; ++j)
-#pragma unroll
-          for (int f = 0; f < 2; ++f)
-            use(s[i][j][2 * half + f], __ldg(line + min(at.column + j * 8 + f, last_column) * column_stride));
-      }
+    for (int j = 0; j < kJ; ++j) {
+      const Pair<Element> pair = read_pair(from + column + j * 8);
+      v[2 * j] = addend(pair.low);
+      v[2 * j + 1] = addend(pair.high);
     }
+  } else if (kTransposed && m.column_stride == 0) {
+    const float broadcast = addend(read_one(from));
+#pragma unroll
+    for (int n = 0; n < 2 * kJ; ++n) v[n] = broadcast;
+  } else {
+#pragma unroll
+    for (int n = 0; n < 2 * kJ; ++n)
+      v[n] = addend(read_one(from + min(column + n / 2 * 8 + n % 2, m.last_column) * m.column_stride));
+  }
 }
 
 // Finite masks such as -FLT_MAX are cut here: in log2 units they would overflow to -inf, and beyond 2^26 the rounding of score
 // minus maximum is no longer small against 1. Differences between scores this far down were lost in the sum already.
 inline constexpr float kMaskFloor = -3e7f;
 
-// -inf hides a key whatever its score, NaN too; a NaN in the mask stays.
+// -inf hides a key whatever its score, NaN too; a NaN in the mask stays. unit: score units per natural unit.
 __device__ __forceinline__ float masked_score(float score, float mask, float unit) {
   const float sum = fmaf(unit, mask < kMaskFloor ? kMaskFloor : mask, score);
   return mask == -INFINITY ? -INFINITY : sum;
 }
 
-// unit: score units per natural unit.
-template <bool kTransposed, class Element, int kI, int kJ>
-__device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::Problem& p, int64_t batch, int64_t head, int64_t rows,
+// T: dtype of the query; a float mask is fp32 or of that type.
+template <bool kTransposed, class T, int kI, int kJ>
+__device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::Mask& mask, int64_t batch, int64_t head, int64_t rows,
                                          int64_t keys, float unit, const Place& at) {
-  read_mask<kTransposed, Element>(s, p.mask, batch, head, rows, keys, at, [&](float& x, Element v) {
-    x = masked_score(x, static_cast<float>(v), unit);
-  });
+  MaskPlace m;
+  m.corner = batch * mask.batch + head * mask.head + at.row * mask.row + at.key * mask.key;
+  m.line_stride = kTransposed ? mask.key : mask.row;
+  m.column_stride = kTransposed ? mask.row : mask.key;
+  m.last_line = narrow((kTransposed ? keys - at.key : rows - at.row) - 1);
+  m.last_column = narrow((kTransposed ? rows - at.row : keys - at.key) - 1);
+  m.inside = (at.column & ~7) + kJ * 8 - 1 <= m.last_column;
+#pragma unroll
+  for (int i = 0; i < kI; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int line = at.line + i * 16 + half * 8;
+      float v[2 * kJ];
+      if (mask.dtype == problem::DType::kBool) {
+        read_line<kTransposed, bool, kJ>(v, mask.data, m, line, at.column);
+      } else if (sizeof(T) != 2 || mask.dtype == problem::DType::kFloat32) {
+        read_line<kTransposed, float, kJ>(v, mask.data, m, line, at.column);
+      } else if constexpr (sizeof(T) == 2) {
+        read_line<kTransposed, T, kJ>(v, mask.data, m, line, at.column);
+      }
+#pragma unroll
+      for (int n = 0; n < 2 * kJ; ++n) {
+        float& x = s[i][n / 2][2 * half + n % 2];
+        x = masked_score(x, v[n], unit);
+      }
+    }
 }
 
 // Second step: ALiBi, then the mask, in units of scores of which one is `log2_scale` log2 units. T: dtype of the query.
@@ -235,17 +261,8 @@ __device__ __forceinline__ void add_modifiers(float (&s)[kI][kJ][4], const probl
     const float slope = static_cast<const float*>(p.alibi_slopes)[batch * p.alibi_batch + head];
     add_alibi<kTransposed>(s, slope * unit, interval.diagonal, at);
   }
-  if (m.flags & kFloatMask) {
-    if (p.mask.dtype == problem::DType::kFloat32) {
-      add_mask<kTransposed, float>(s, p, batch, head, rows, interval.keys, unit, at);
-    } else if constexpr (sizeof(T) == 2) {
-      add_mask<kTransposed, T>(s, p, batch, head, rows, interval.keys, unit, at);
-    }
-  }
-  if (m.flags & kBoolMask)
-    read_mask<kTransposed, uint8_t>(s, p.mask, batch, head, rows, interval.keys, at, [](float& x, uint8_t v) {
-      if (v == 0) x = -INFINITY;
-    });
+  if (m.flags & (kFloatMask | kBoolMask))
+    add_mask<kTransposed, T>(s, p.mask, batch, head, rows, interval.keys, unit, at);
 }
 
 // Both steps. Returns log2 units per unit of the scores that leave.
