@@ -33,7 +33,8 @@ class Table:
     """A CSV file that is complete after every row."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.writer, self.count = path, None, 0
+        self.path, self.count = path, 0
+        self.writer: csv.DictWriter[str] | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("w", newline="")
 
@@ -68,7 +69,9 @@ def _default_path(suite: str, device: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     listing = "\n".join(f"{name}: {what}" for name, what in SUITES.items())
     top.add_argument("suite", choices=list(SUITES), metavar="SUITE", help=listing + "\n(SUITE --help: its options)")
     suite = top.parse_args(arguments[:1]).suite

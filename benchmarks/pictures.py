@@ -32,7 +32,15 @@ def _lines(axes: Any, rows: Iterable[Row], value: Callable[[Row], float | None])
     drawn = []
     for rival, line in points.items():
         lengths, numbers = [list(part) for part in zip(*sorted(line), strict=True)]
-        axes.plot(lengths, numbers, marker="o", markersize=4, linewidth=2.4 if rival == "ours" else 1.4, label=rival, color=COLOURS.get(rival))
+        axes.plot(
+            lengths,
+            numbers,
+            marker="o",
+            markersize=4,
+            linewidth=2.4 if rival == "ours" else 1.4,
+            label=rival,
+            color=COLOURS.get(rival),
+        )
         drawn.append((lengths, numbers))
     axes.set_xscale("log", base=2)
     axes.set_xlabel("sequence length")
@@ -61,12 +69,18 @@ def train(rows: list[Row]) -> Iterator[tuple[str, Any]]:
             for i, mask in enumerate(masks):
                 for j, head_dim in enumerate(head_dims):
                     axes = grid[i][j]
-                    _lines(axes, [r for r in chosen if (r["causal"], r["head_dim"]) == (mask, head_dim)], lambda r: _number(r, "tflops"))
+                    _lines(
+                        axes,
+                        [r for r in chosen if (r["causal"], r["head_dim"]) == (mask, head_dim)],
+                        lambda r: _number(r, "tflops"),
+                    )
                     axes.set_title(f"{direction}, {dtype}, D {head_dim}, {'causal' if mask == 'True' else 'no mask'}")
                     axes.set_ylabel("TFLOP/s")
                     axes.set_ylim(bottom=0)
                     if ceiling := ceilings.get(dtype):
-                        share = axes.secondary_yaxis("right", functions=(lambda y, c=ceiling: 100 * y / c, lambda p, c=ceiling: p * c / 100))
+                        share = axes.secondary_yaxis(
+                            "right", functions=(lambda y, c=ceiling: 100 * y / c, lambda p, c=ceiling: p * c / 100)
+                        )
                         share.set_ylabel("% of the measured GEMM")
             grid[0][0].legend(fontsize=8)
             yield f"train-{dtype}-{direction}", figure

@@ -15,7 +15,9 @@ _CLOCKS_MAX_AGE = 20.0  # seconds; asking nvidia-smi takes some tenths of one
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

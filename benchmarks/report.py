@@ -72,7 +72,8 @@ def origin(rows: list[Row]) -> str:
     first, last = rows[0]["date"], rows[-1]["date"]
     clocks = f"; {rows[0]['clocks']}" if rows[0].get("clocks") else ""
     return (
-        f"{all_of('device')}{clocks}; torch {all_of('torch')}, CUDA {all_of('cuda') or 'none'}, cuDNN {all_of('cudnn') or 'none'}; "
+        f"{all_of('device')}{clocks}; torch {all_of('torch')}, "
+        f"CUDA {all_of('cuda') or 'none'}, cuDNN {all_of('cudnn') or 'none'}; "
         f"commit {all_of('commit')}; {first} to {last}"
     )
 
@@ -82,7 +83,9 @@ def geomean_line(rows: list[Row], value: str) -> str:
     by_cell: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row[value]:
-            by_cell[tuple(row[c] for c in ("dtype", "head_dim", "rows", "causal", "float_mask"))][row["rival"]] = float(row[value])
+            by_cell[tuple(row[c] for c in ("dtype", "head_dim", "rows", "causal", "float_mask"))][row["rival"]] = float(
+                row[value]
+            )
     texts = []
     for rival in unique(rows, "rival"):
         ratios = [cell[OURS] / cell[rival] for cell in by_cell.values() if OURS in cell and rival in cell and cell[rival] > 0]
@@ -133,7 +136,13 @@ def memory(rows: list[Row]) -> Iterable[str]:
 def traffic(rows: list[Row]) -> Iterable[str]:
     yield "bytes to and from HBM"
     total = [{**row, "bytes": str(int(row["bytes_read"]) + int(row["bytes_written"]))} for row in rows]
-    yield beside(total, lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"]), "bytes", ("dtype", "mask", "S", "direction"), "lowest")
+    yield beside(
+        total,
+        lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"]),
+        "bytes",
+        ("dtype", "mask", "S", "direction"),
+        "lowest",
+    )
 
 
 def cpu(rows: list[Row]) -> Iterable[str]:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cells import Cell
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Cell], Tensor]
+Attention = Callable[..., Tensor]  # (query, key, value, mask, cell)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: 
 
 def _ours_op(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: Cell) -> Tensor:
     gqa = cell.heads != cell.kv_heads
-    return torch.ops.flash.attention(query, key, value, mask, 0.0, cell.causal, enable_gqa=gqa)  # type: ignore[no-any-return]
+    return torch.ops.flash.attention(query, key, value, mask, 0.0, cell.causal, enable_gqa=gqa)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: Cell) -> Tensor:
@@ -95,7 +95,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: 
             return score + full[b, h, row, col]
 
     gqa = cell.heads != cell.kv_heads
-    return _compiled_flex()(query, key, value, score_mod=add, block_mask=blocks, enable_gqa=gqa)  # type: ignore[no-any-return]
+    return _compiled_flex()(query, key, value, score_mod=add, block_mask=blocks, enable_gqa=gqa)
 
 
 def _package(module: str, **options: str) -> Attention:
@@ -107,20 +107,20 @@ def _package(module: str, **options: str) -> Attention:
         function = importlib.import_module(module).flash_attn_func
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = function(*tensors, causal=cell.causal, deterministic=cell.deterministic)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # type: ignore[no-any-return]
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return run
 
 
 def _xformers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: Cell) -> Tensor:
-    from xformers import ops
+    from xformers import ops  # type: ignore[import-not-found, unused-ignore]
 
     if cell.heads != cell.kv_heads:
         raise NotImplementedError("grouped heads are not measured here")
     bias = mask if mask is None else mask.expand(cell.batch, cell.heads, cell.rows, cell.keys)
     bias = ops.LowerTriangularMask() if cell.causal else bias
     tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return ops.memory_efficient_attention(*tensors, attn_bias=bias).transpose(1, 2)  # type: ignore[no-any-return]
+    return ops.memory_efficient_attention(*tensors, attn_bias=bias).transpose(1, 2)
 
 
 OURS = "ours"

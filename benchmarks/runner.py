@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from flash_attn_ext._progress import Progress
 from torch import Tensor
+
+from flash_attn_ext._progress import Progress
 
 from . import rivals
 from .cells import Cell
@@ -23,15 +24,15 @@ def chosen(args: argparse.Namespace, default: Sequence[str]) -> list[rivals.Riva
     return present
 
 
-def walk(cells: Sequence[T], budget_seconds: float) -> Iterator[tuple[T, float]]:
+def walk(cells: Sequence[T], budget_seconds: float, label: Callable[[T], str] = str) -> Iterator[tuple[T, float]]:
     """(cell, seconds that it may take), with a progress bar, until the budget is spent; then names what is left."""
     progress, budget = Progress(len(cells)), Budget(budget_seconds, len(cells))
     for index, cell in enumerate(cells):
         seconds = budget.next_cell()
         if seconds <= 0.0:
-            print(f"\nbudget spent, not measured: {'; '.join(map(str, cells[index:]))}", file=sys.stderr)
+            print(f"\nbudget spent, not measured: {'; '.join(map(label, cells[index:]))}", file=sys.stderr)
             break
-        progress.step(str(cell))
+        progress.step(label(cell))
         yield cell, seconds
     progress.close()
 
@@ -65,7 +66,9 @@ def backward_calls(chosen_rivals: Sequence[rivals.Rival], tensors: Sequence[Any]
 
 def difference(calls: dict[str, Call], name: str) -> float | None:
     """Largest |out - out of the first other rival|: a fast kernel that is wrong must not look good."""
-    other = next((key for key, call in calls.items() if key != name and not key.startswith(rivals.OURS) and not call.refused), None)
+    other = next(
+        (key for key, call in calls.items() if key != name and not key.startswith(rivals.OURS) and not call.refused), None
+    )
     if other is None or calls[name].refused:
         return None
     outputs = []

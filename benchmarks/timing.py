@@ -26,7 +26,7 @@ class Call:
 
 
 class Stopwatch:
-    """Seconds of one call: CUDA events behind an L2 flush that also hides the host's launch time, or the wall clock on the CPU."""
+    """Seconds of one call: CUDA events behind an L2 flush that also hides the launch from the host, or the wall clock."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -48,8 +48,10 @@ class Stopwatch:
             return self.begin.elapsed_time(self.end) / 1e3
 
 
-def interleaved(calls: dict[str, Call], stopwatch: Callable[[Call], float], rounds: int, seconds: float, warmup: int = 2) -> None:
-    """Fills in seconds of every call: rounds over all of them, the order reversed every second round, at least 3 rounds and then
+def interleaved(
+    calls: dict[str, Call], stopwatch: Callable[[Call], float], rounds: int, seconds: float, warmup: int = 2
+) -> None:
+    """Fills in seconds of every call: rounds over all of them, the order reversed every second round: 3 at least, then
     until `rounds` or `seconds` is used up. A call that raises is marked refused, with the first line of its reason."""
     deadline = time.monotonic() + seconds
 

@@ -4,7 +4,7 @@
     python -m benchmarks.train_gpt --compare              # and torch's SDPA from the same seed, both curves in one picture
     python -m benchmarks.train_gpt --preset 350m --device cuda --dtype bf16 --compile
 
-Both attentions see the same weights and batches, so their curves may differ by rounding only (dropout draws differ: leave it 0).
+Both attentions see the same weights and batches, so their curves differ by rounding only (without dropout).
 """
 
 import argparse
@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import flash_attn_ext
 import torch
-from flash_attn_ext._progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import flash_attn_ext
+from flash_attn_ext._progress import Progress
 
 VOCABULARY = 128  # ASCII
 PRESETS = {
@@ -56,7 +57,7 @@ class Block(nn.Module):
         query, key, value = packed.permute(2, 0, 3, 1, 4)  # views [B, H, S, D]: no copy
         mixed = self.attention(query, key, value, self.dropout if self.training else 0.0)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm_mlp(x))
 
 
 class GPT(nn.Module):
@@ -97,9 +98,14 @@ def train(args: argparse.Namespace, name: str) -> Result:
     torch.manual_seed(args.seed)
     model: nn.Module = GPT(args.layers, args.width, args.heads, args.context, args.dropout, ATTENTIONS[name]).to(args.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{name}: {parameters / 1e6:.1f} M parameters, {args.steps} steps of {args.batch} x {args.context} characters", file=sys.stderr)
+    print(
+        f"{name}: {parameters / 1e6:.1f} M parameters, {args.steps} steps of {args.batch} x {args.context} characters",
+        file=sys.stderr,
+    )
     run = torch.compile(model) if args.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=args.device == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=args.device == "cuda"
+    )
     text = library_text(args.characters).to(args.device)
     generator = torch.Generator().manual_seed(args.seed)
     window = torch.arange(args.context + 1, device=args.device)
@@ -160,7 +166,9 @@ def save(results: dict[str, Result], folder: Path, title: str) -> Path:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_gpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_gpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--attention", choices=list(ATTENTIONS), default="flash")
     parser.add_argument("--compare", action="store_true", help="train with both attentions")
     parser.add_argument("--preset", choices=list(PRESETS), default="small", help="sizes; the flags below override single ones")
@@ -188,7 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     results = {name: train(args, name) for name in names}
     for name, result in results.items():
         memory = "" if result.peak_bytes is None else f", peak {result.peak_bytes / 2**30:.2f} GiB"
-        print(f"{name}: loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {result.tokens_per_second:,.0f} characters/s{memory}")
+        print(
+            f"{name}: loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, "
+            f"{result.tokens_per_second:,.0f} characters/s{memory}"
+        )
     if args.compare:
         first, second = (result.losses for result in results.values())
         print(f"largest difference of the two curves: {max(abs(a - b) for a, b in zip(first, second, strict=True)):.2e}")

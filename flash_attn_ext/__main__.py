@@ -28,8 +28,14 @@ def short(dtype: torch.dtype) -> str:
 
 def environment() -> Iterator[tuple[str, str]]:
     info = build_info()
-    yield "flash_attn_ext", f"{__version__}, commit {info['commit'] or 'unknown'}, built for torch {info['torch']} by {info['compiler']}"
-    yield "kernels", f"CPU; CUDA {info['cuda']} for {info['archs']}" if info["cuda"] else "CPU only: built without a CUDA compiler"
+    yield (
+        "flash_attn_ext",
+        f"{__version__}, commit {info['commit'] or 'unknown'}, built for torch {info['torch']} by {info['compiler']}",
+    )
+    yield (
+        "kernels",
+        f"CPU; CUDA {info['cuda']} for {info['archs']}" if info["cuda"] else "CPU only: built without a CUDA compiler",
+    )
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, cuDNN {torch.backends.cudnn.version() or 'none'}"
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "CPU", f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
@@ -96,7 +102,13 @@ def _summary(device: str, dtype: torch.dtype, checks: list[Check]) -> tuple[str,
     bad = [check for check in checks if not check.ok]
     worst = max(checks, key=lambda check: check.error / check.allowed if check.allowed else 0.0)
     verdict = "ok" if not bad else f"WRONG: {len(bad)}"
-    return device, short(dtype), str(len(checks)), verdict, f"{worst.error:.1e} of {worst.allowed:.1e} ({worst.case}: {worst.quantity})"
+    return (
+        device,
+        short(dtype),
+        str(len(checks)),
+        verdict,
+        f"{worst.error:.1e} of {worst.allowed:.1e} ({worst.case}: {worst.quantity})",
+    )
 
 
 def report() -> bool:
@@ -113,7 +125,12 @@ def report() -> bool:
         for dtype, checks in correctness(device, progress):
             summary.append(_summary(device, dtype, checks))
             failures += [
-                (f"{device} {short(dtype)}", check.case, check.quantity, f"error {check.error:.2e}, allowed {check.allowed:.2e}")
+                (
+                    f"{device} {short(dtype)}",
+                    check.case,
+                    check.quantity,
+                    f"error {check.error:.2e}, allowed {check.allowed:.2e}",
+                )
                 for check in checks
                 if not check.ok
             ]

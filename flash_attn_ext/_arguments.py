@@ -1,4 +1,4 @@
-"""From what a caller writes to what torch.ops.flash.attention_forward takes: four dimensions, one window, one alignment, a seed."""
+"""From what a caller writes to what attention_forward takes: four dimensions, one window, one alignment, a seed."""
 
 import math
 from typing import Any, NamedTuple
@@ -32,7 +32,9 @@ def _ends(window: Window | None) -> Window:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be None or a pair (left, right) of numbers of keys, None for an open end, but got {window!r}.")
+        raise TypeError(
+            f"window must be None or a pair (left, right) of numbers of keys, None for an open end, but got {window!r}."
+        )
     for end in window:
         if isinstance(end, (bool, float, str)):
             raise TypeError(f"window ends must be integers or None, but got {window!r}.")
@@ -77,9 +79,10 @@ class Folded(NamedTuple):
 
 
 def fold(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, enable_gqa: bool
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
+    enable_gqa: bool,
 ) -> Folded:  # fmt: skip
-    """Any rank from 2 on, batch dimensions (and heads, unless they are grouped) broadcast as in torch.matmul. Views where they can be."""
+    """Any rank from 2 on, batch dimensions (and heads, unless grouped) broadcast as in torch.matmul. Views where possible."""
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     ranks = (query.dim(), key.dim(), value.dim())
     rank = max(ranks)
@@ -136,7 +139,11 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     kv_heads = key_heads if value_heads == 1 else value_heads
     grouped = enable_gqa and heads != 1 and kv_heads != 0
     if {key_heads, value_heads} - {1, kv_heads} or (heads % kv_heads != 0 if grouped else len({1, heads, kv_heads}) > 2):
-        rule = "must be equal and divide those of query" if enable_gqa else "must be 1 or those of query (else pass enable_gqa=True)"
+        rule = (
+            "must be equal and divide those of query"
+            if enable_gqa
+            else "must be 1 or those of query (else pass enable_gqa=True)"
+        )
         raise RuntimeError(f"heads of key ({key_heads}) and value ({value_heads}) {rule} ({heads}).")
     return (
         key if key_heads == kv_heads else key.expand(*key.shape[:-3], kv_heads, -1, -1),

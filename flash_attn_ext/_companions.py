@@ -28,9 +28,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.waiting = set(_COMPANIONS)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in self.waiting:
             return None
         self.waiting.discard(fullname)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def visible(rows: int, keys: int, left: int | None, right: int | None, bottom_right: bool, device: torch.device | str) -> Tensor:
+def visible(
+    rows: int, keys: int, left: int | None, right: int | None, bottom_right: bool, device: torch.device | str
+) -> Tensor:
     """bool [rows, keys]: the interval of keys that each row sees."""
     row = torch.arange(rows, device=device)[:, None] + (keys - rows if bottom_right else 0)
     key = torch.arange(keys, device=device)

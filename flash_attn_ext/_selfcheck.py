@@ -1,12 +1,13 @@
 """The self-check's measurements: errors of out and every gradient against fp64 over a small grid, then time and memory.
 
-An error passes if it is at most twice (forward) or three times (gradients) that of standard attention in the same dtype, plus one
-rounding of a number of the result's size. fp64 is its own reference: a hundred roundings. Random normal inputs.
+An error passes if it is at most twice (forward) or three times (gradients) that of standard attention in the same dtype,
+plus one rounding of a number of the result's size. fp64 is its own reference: a hundred roundings. Random normal inputs.
 """
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ class Case(NamedTuple):
     head_dim: int = 64
     value_dim: int = 64
     kv_heads: int = 4
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     mask: str = ""  # "float", "bool"
     extras: bool = False  # ALiBi slopes and sinks
 
@@ -94,14 +95,18 @@ def _run(
     grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     grad_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(lse)
     gradients = torch.autograd.grad([out, lse], [leaves[name] for name in wanted], [grad_out, grad_lse])
-    return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach()} | {
+        f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)
+    }
 
 
 def _compare(case: str, ours: dict[str, Tensor], same: dict[str, Tensor], truth: dict[str, Tensor]) -> Iterator[Check]:
     for quantity, exact in truth.items():
         finite = exact.isfinite()
 
-        def distance(results: dict[str, Tensor], quantity: str = quantity, exact: Tensor = exact, finite: Tensor = finite) -> float:
+        def distance(
+            results: dict[str, Tensor], quantity: str = quantity, exact: Tensor = exact, finite: Tensor = finite
+        ) -> float:
             found = results[quantity].to(torch.float64)
             if not bool((found[~finite] == exact[~finite]).all()):
                 return torch.inf

@@ -46,7 +46,8 @@ def _splits(query: Any, key: Any) -> Iterator[int | None]:
 def _inputs(dim: int | None, query: Any, key: Any, value: Any, *extra: Any) -> list[Placement | None]:
     """query, key, value, then attn_mask, alibi_slopes, sinks, seed as far as the caller passed them."""
     attn_mask, alibi_slopes, sinks, seed = (*extra, None, None, None, None)[:4]
-    optional = [_along(attn_mask, dim), _per_head(alibi_slopes, dim), _per_head(sinks, dim), None if seed is None else Replicate()]
+    whole_seed = None if seed is None else Replicate()
+    optional = [_along(attn_mask, dim), _per_head(alibi_slopes, dim), _per_head(sinks, dim), whole_seed]
     return [_along(query, dim), _along(key, dim), _along(value, dim), *optional[: len(extra)]]
 
 

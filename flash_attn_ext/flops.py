@@ -16,42 +16,39 @@ def _products(query: Shape, key: Shape, value: Shape, of_scores: int, of_values:
     return 2 * batch * heads * rows * keys * (of_scores * head_dim + of_values * value_dim)
 
 
-@register_flop_formula(torch.ops.flash.attention_forward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.flash.attention_forward)
 def forward(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: Any = None, **options: Any) -> int:
     """S = Q K^T and O = P V."""
     return _products(query, key, value, of_scores=1, of_values=1)
 
 
-@register_flop_formula(torch.ops.flash.attention_backward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.flash.attention_backward)
 def backward(
-    grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, *args: Any, out_shape: Any = None, **options: Any
-) -> int:
+    grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape,
+    *args: Any, out_shape: Any = None, **options: Any,
+) -> int:  # fmt: skip
     """S again, dQ = dS K and dK = dS^T Q; dP = dO V^T and dV = P^T dO."""
     return _products(query, key, value, of_scores=3, of_values=2)
 
 
-def _packed(query: Shape, key: Shape, value: Shape, max_seqlen_q: int, max_seqlen_k: int, cu_seqlens: Shape) -> list[Shape]:
+def _dense(query: Shape, key: Shape, value: Shape, rows: int, keys: int, cu_seqlens: Shape) -> tuple[Shape, Shape, Shape]:
     """Packed sequences counted as if each had the greatest length: their lengths are on the device and never read."""
     batch = cu_seqlens[0] - 1
-    return [
-        (batch, query[1], max_seqlen_q, query[2]),
-        (batch, key[1], max_seqlen_k, key[2]),
-        (batch, value[1], max_seqlen_k, value[2]),
-    ]
+    return (batch, query[1], rows, query[2]), (batch, key[1], keys, key[2]), (batch, value[1], keys, value[2])
 
 
-@register_flop_formula(torch.ops.flash.attention_varlen_forward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.flash.attention_varlen_forward)
 def varlen_forward(
     query: Shape, key: Shape, value: Shape, cu_seqlens_q: Shape, cu_seqlens_k: Shape, max_seqlen_q: int, max_seqlen_k: int,
     *args: Any, out_shape: Any = None, **options: Any,
 ) -> int:  # fmt: skip
-    return _products(*_packed(query, key, value, max_seqlen_q, max_seqlen_k, cu_seqlens_q), of_scores=1, of_values=1)
+    return _products(*_dense(query, key, value, max_seqlen_q, max_seqlen_k, cu_seqlens_q), of_scores=1, of_values=1)
 
 
-@register_flop_formula(torch.ops.flash.attention_varlen_backward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.flash.attention_varlen_backward)
 def varlen_backward(
     grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, out: Shape, lse: Shape,
     cu_seqlens_q: Shape, cu_seqlens_k: Shape, max_seqlen_q: int, max_seqlen_k: int,
     *args: Any, out_shape: Any = None, **options: Any,
 ) -> int:  # fmt: skip
-    return _products(*_packed(query, key, value, max_seqlen_q, max_seqlen_k, cu_seqlens_q), of_scores=3, of_values=2)
+    return _products(*_dense(query, key, value, max_seqlen_q, max_seqlen_k, cu_seqlens_q), of_scores=3, of_values=2)

@@ -1,7 +1,7 @@
 """The functions that users call: keywords, shapes and errors here; the mathematics behind torch.ops.flash.
 
-Sizes: B batch, H heads of query, Hk heads of key and value (Hk divides H), L query rows, S keys, E head dimension, Ev dimension of
-value. Tensors may have any strides: [B, L, H, E] data is passed as x.transpose(1, 2), without a copy.
+Sizes: B batch, H heads of query, Hk heads of key and value (Hk divides H), L query rows, S keys, E head dimension, Ev dimension
+of value. Tensors may have any strides: [B, L, H, E] data is passed as x.transpose(1, 2), without a copy.
 """
 
 from typing import Any, Literal, overload
@@ -13,15 +13,17 @@ from ._arguments import Causal, Folded, Window, accumulated, autocast, draw_seed
 
 
 @overload
-def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., causal: Causal = ..., *,
-              window: Window | None = ..., scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-              sinks: Tensor | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
-              deterministic: bool | None = ...) -> Tensor: ...  # fmt: skip
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., causal: Causal = ..., *,
+    window: Window | None = ..., scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
-def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., causal: Causal = ..., *,
-              window: Window | None = ..., scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-              sinks: Tensor | None = ..., enable_gqa: bool = ..., return_lse: Literal[True],
-              deterministic: bool | None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., causal: Causal = ..., *,
+    window: Window | None = ..., scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., enable_gqa: bool = ..., return_lse: Literal[True], deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -41,33 +43,33 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(score) V over the keys that a row sees, in memory O(L + S).
 
-    score = scale * query . key, then softcap * tanh(score / softcap) if softcap > 0, then - slope * |row + d - key| (ALiBi), then
-    + attn_mask. d is S - L for bottom-right alignment, else 0. A row that sees no key gives 0 and gradient 0.
+    score = scale * query . key, then softcap * tanh(score / softcap) if softcap > 0, then - slope * |row + d - key| (ALiBi),
+    then + attn_mask. d is S - L for bottom-right alignment, else 0. A row that sees no key gives 0 and gradient 0.
 
     Args:
         query: [..., H, L, E], fp16, bf16, fp32 or fp64. Two dimensions at least; batch dimensions broadcast as in torch.matmul.
         key: [..., Hk, S, E], query's dtype and device.
         value: [..., Hk, S, Ev], query's dtype and device.
-        attn_mask: broadcastable to [..., H, L, S]. bool: True takes part. Float (fp32 or query's dtype): added to the score; it may
-            hold -inf and may require grad. Or a torch.nn.attention.bias.CausalBias. May be combined with causal and window.
+        attn_mask: broadcastable to [..., H, L, S]. bool: True takes part. Float (fp32 or query's dtype): added to the score; it
+            may hold -inf and may require grad. Or a torch.nn.attention.bias.CausalBias. May be combined with causal and window.
         dropout_p: probability in [0, 1] with which a softmax weight is dropped; the others are scaled by 1 / (1 - p). Applied
             whenever it is > 0: pass `p if module.training else 0.0`.
-        causal: True or "top_left": row i sees keys <= i, as SDPA's is_causal. "bottom_right": keys <= i + S - L, so that the last
-            row sees every key (a cache of keys, decoding).
-        window: (left, right): row i sees keys from i + d - left to i + d + right, both included; None in a place leaves that end
-            open. causal closes the right end at 0.
+        causal: True or "top_left": row i sees keys <= i, as SDPA's is_causal. "bottom_right": keys <= i + S - L, so that the
+            last row sees every key (a cache of keys, decoding).
+        window: (left, right): row i sees keys from i + d - left to i + d + right, both included; None in a place leaves that
+            end open. causal closes the right end at 0.
         scale: multiplies query . key. None: 1 / sqrt(E).
         softcap: c > 0 bounds scores to (-c, c) by c * tanh(score / c). 0: off. (Gemma 2, section 2)
         alibi_slopes: [H] or [..., H], fp32. (Press et al. 2022, "Train Short, Test Long", section 3)
-        sinks: [H] logits that join the softmax sum but no value; differentiable. (Xiao et al. 2024, "Efficient Streaming Language
-            Models with Attention Sinks", section 3.3)
+        sinks: [H] logits that join the softmax sum but no value; differentiable. (Xiao et al. 2024, "Efficient Streaming
+            Language Models with Attention Sinks", section 3.3)
         enable_gqa: query head h reads head h // (H / Hk) of key and value. False: heads must be equal or 1.
         return_lse: also return the logsumexp of the scores; differentiable.
         deterministic: bitwise reproducible gradients. None: as torch.use_deterministic_algorithms says.
 
     Returns:
-        out [..., H, L, Ev] of query's dtype, its dimensions in the order of query's strides. With return_lse also lse [..., H, L]:
-        natural logarithm, fp32 (fp64 for fp64), sink included, -inf for a row that sees nothing.
+        out [..., H, L, Ev] of query's dtype, its dimensions in the order of query's strides. With return_lse also lse [..., H,
+        L]: natural logarithm, fp32 (fp64 for fp64), sink included, -inf for a row that sees nothing.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (SDPA's own texts where SDPA raises).
@@ -80,8 +82,8 @@ def attention(
         attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query.shape[-2], key.shape[-2])
     extra = window is not None or softcap != 0.0 or alibi_slopes is not None or sinks is not None or return_lse
     if not extra and deterministic is None and (causal is False or (attn_mask is None and causal in (True, "top_left"))):
-        gqa = enable_gqa and query.dim() > 2 and query.shape[-3] != 1  # one head of query broadcasts, which no group of heads can
-        return torch.ops.flash.attention(query, key, value, attn_mask, dropout_p, bool(causal), scale=scale, enable_gqa=gqa)  # type: ignore[no-any-return]
+        grouped = enable_gqa and query.dim() > 2 and query.shape[-3] != 1  # one head of query broadcasts, a group cannot
+        return torch.ops.flash.attention(query, key, value, attn_mask, dropout_p, bool(causal), scale=scale, enable_gqa=grouped)
     span = interval(causal, window, bottom_right=False)
     folded = fold(query, key, value, attn_mask, alibi_slopes, sinks, enable_gqa)
     out, lse = torch.ops.flash.attention_forward(
@@ -96,15 +98,19 @@ def _tensors(folded: Folded) -> tuple[Tensor | None, ...]:
 
 
 @overload
-def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                     max_seqlen_k: int, *, dropout_p: float = ..., causal: Causal = ..., window: Window | None = ...,
-                     scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-                     return_lse: Literal[False] = ..., deterministic: bool | None = ...) -> Tensor: ...  # fmt: skip
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, dropout_p: float = ..., causal: Causal = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
-def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                     max_seqlen_k: int, *, dropout_p: float = ..., causal: Causal = ..., window: Window | None = ...,
-                     scale: float | None = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-                     return_lse: Literal[True], deterministic: bool | None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, dropout_p: float = ..., causal: Causal = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -126,12 +132,12 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over sequences laid end to end: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1], empty ones allowed.
 
-    Note the alignment: **causal=True is bottom-right here**, as callers of packed attention expect (the last row of each sequence
-    sees all its keys); "top_left" is available. A window without causal is aligned to the bottom right as well.
+    Note the alignment: **causal=True is bottom-right here**, as callers of packed attention expect (the last row of each
+    sequence sees all its keys); "top_left" is available. A window without causal is aligned to the bottom right as well.
 
     Args:
-        query: [total_q, H, E]. key: [total_k, Hk, E]. value: [total_k, Hk, Ev]. Rows past the last sequence are neither read nor
-            reached: out is 0 there.
+        query: [total_q, H, E]. key: [total_k, Hk, E]. value: [total_k, Hk, Ev]. Rows past the last sequence are not
+            read: out is 0 there.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on query's device, ascending from 0. Never read by the host.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths of the sequences.
         alibi_slopes: [H] or [B, H]. The other options are those of attention().
@@ -162,14 +168,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         lse_a, lse_b: [..., L], natural logarithm, fp32 (fp64 for fp64).
 
     Returns:
-        (out, lse) of the same shapes. Where both parts are empty (-inf, -inf) the result is 0 and -inf, where one is, the other.
+        (out, lse) of the same shapes. Where both are empty (-inf, -inf) the result is 0 and -inf; where one is, the other one.
 
     Raises:
         RuntimeError: shapes, dtypes or devices differ.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.1.
     """
-    return torch.ops.flash.merge(out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
+    return torch.ops.flash.merge(out_a, lse_a, out_b, lse_b)
 
 
 def explain(
@@ -200,7 +206,7 @@ def explain(
     attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query.shape[-2], key.shape[-2])
     span = interval(causal, window, bottom_right=False)
     folded = fold(query, key, value, attn_mask, alibi_slopes, sinks, enable_gqa)
-    return torch.ops.flash.explain(  # type: ignore[no-any-return]
+    return torch.ops.flash.explain(
         *_tensors(folded), window_left=span.left, window_right=span.right, bottom_right=span.bottom_right, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One query row per sequence against a long cache of keys and values: bytes of the cache read per second, by CUDA-graph replay."""
+"""One query row per sequence against a long cache of keys and values: bytes of cache read per second, by graph replay."""
 
 import argparse
 from collections.abc import Callable, Iterator

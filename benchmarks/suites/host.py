@@ -1,4 +1,4 @@
-"""Host time of one call on a tiny problem, where the GPU is always done first: microseconds of forward, and forward + backward."""
+"""Host time of one call on a tiny problem, which the GPU always finishes first: microseconds, forward and with backward."""
 
 import argparse
 import time

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from flash_attn_ext._selfcheck import peak_memory
 
 from .. import rivals, runner
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()  # type: ignore[no-any-return]
+    return tensor.numel() * tensor.element_size()
 
 
 def _extra(rival: rivals.Rival, cell: Cell, device: str) -> tuple[int | None, int | None]:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for length in args.lengths
         for rival in chosen
     ]
-    for (cell, rival), _ in runner.walk(todo, args.budget):
+    for (cell, rival), _ in runner.walk(todo, args.budget, lambda item: f"{item[0]}: {item[1].name}"):
         extra: tuple[int | None, int | None] = (None, None)
         refused = ""
         if rival.name in ("standard", "sdpa-math") and cell.heads * cell.rows * cell.keys * 8 > args.limit:

@@ -65,7 +65,9 @@ def profile(args: argparse.Namespace, names: Iterable[str]) -> list[dict[str, fl
         try:
             subprocess.run(command, check=True, timeout=args.budget, stdout=sys.stderr, cwd=Path(__file__).parents[2])
         except subprocess.CalledProcessError as error:
-            raise SystemExit(f"ncu failed with status {error.returncode}: {log.read_text()[-600:] if log.exists() else ''}") from error
+            raise SystemExit(
+                f"ncu failed with status {error.returncode}: {log.read_text()[-600:] if log.exists() else ''}"
+            ) from error
         return parse(log.read_text())
 
 

@@ -26,7 +26,9 @@ def _gemm(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         calls = {"gemm": Call(lambda left=left, right=right: left @ right)}  # type: ignore[misc]
         runner.time_calls(calls, args.device, args.rounds, seconds=5.0)
         cell = cells.Cell(dtype, 1, 1, 1, side, side, side, False)
-        yield from runner.rows(cell, "gemm", calls, lambda seconds: {"tflops": f"{2 * side**3 / seconds / 1e12:.3f}"}, difference="")
+        yield from runner.rows(
+            cell, "gemm", calls, lambda seconds: {"tflops": f"{2 * side**3 / seconds / 1e12:.3f}"}, difference=""
+        )
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from _gemm(args)
     torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
     todo = [(direction, cell) for cell in cells.square_cells(args) for direction in args.directions]
-    for (direction, cell), seconds in runner.walk(todo, args.budget):
+    for (direction, cell), seconds in runner.walk(todo, args.budget, lambda item: f"{item[1]} {item[0]}"):
         backward = direction == "backward"
         tensors = cell.tensors(args.device, requires_grad=backward)
         calls = (runner.backward_calls if backward else runner.forward_calls)(chosen, tensors, cell)
