@@ -42,7 +42,9 @@ def _lines(axes: Any, rows: Iterable[Row], value: Callable[[Row], float | None])
             color=COLOURS.get(rival),
         )
         drawn.append((lengths, numbers))
+    ticks = sorted({length for lengths, _ in drawn for length in lengths})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick // 1024}k" if tick % 1024 == 0 else str(tick) for tick in ticks])
     axes.set_xlabel("sequence length")
     axes.grid(alpha=0.3)
     return drawn
@@ -52,29 +54,38 @@ def _number(row: Row, column: str) -> float | None:
     return float(row[column]) if row[column] else None
 
 
-def _values(rows: Iterable[Row], column: str) -> list[str]:
+def unique(rows: Iterable[Row], column: str) -> list[str]:
     return list(dict.fromkeys(row[column] for row in rows))
+
+
+def kind(row: Row) -> str:
+    """The mask, and what else sets a cell apart from the plain one."""
+    words = ["causal" if row["causal"] == "True" else "none"]
+    words += [f"float {row['float_mask']}"] if row["float_mask"] != "none" else []
+    words += ["its gradient"] if row["mask_grad"] == "True" else []
+    words += ["deterministic"] if row["deterministic"] == "True" else []
+    return ", ".join(words)
 
 
 def train(rows: list[Row]) -> Iterator[tuple[str, Any]]:
     """A grid per dtype and direction: masks down, head dims across; the right axis is the share of the measured GEMM."""
     ceilings = {row["dtype"]: float(row["tflops"]) for row in rows if row["direction"] == "gemm" and row["tflops"]}
-    for dtype in _values(rows, "dtype"):
+    for dtype in unique(rows, "dtype"):
         for direction in ("forward", "backward"):
             chosen = [row for row in rows if row["dtype"] == dtype and row["direction"] == direction]
             if not chosen:
                 continue
-            masks, head_dims = _values(chosen, "causal"), _values(chosen, "head_dim")
-            figure, grid = _figure(len(masks), len(head_dims))
-            for i, mask in enumerate(masks):
+            kinds, head_dims = list(dict.fromkeys(map(kind, chosen))), unique(chosen, "head_dim")
+            figure, grid = _figure(len(kinds), len(head_dims))
+            for i, mask in enumerate(kinds):
                 for j, head_dim in enumerate(head_dims):
                     axes = grid[i][j]
                     _lines(
                         axes,
-                        [r for r in chosen if (r["causal"], r["head_dim"]) == (mask, head_dim)],
+                        [r for r in chosen if (kind(r), r["head_dim"]) == (mask, head_dim)],
                         lambda r: _number(r, "tflops"),
                     )
-                    axes.set_title(f"{direction}, {dtype}, D {head_dim}, {'causal' if mask == 'True' else 'no mask'}")
+                    axes.set_title(f"{direction}, {dtype}, D {head_dim}, mask {mask}")
                     axes.set_ylabel("TFLOP/s")
                     axes.set_ylim(bottom=0)
                     if ceiling := ceilings.get(dtype):
@@ -87,7 +98,7 @@ def train(rows: list[Row]) -> Iterator[tuple[str, Any]]:
 
 
 def memory(rows: list[Row]) -> Iterator[tuple[str, Any]]:
-    directions = _values(rows, "direction")
+    directions = unique(rows, "direction")
     figure, grid = _figure(1, len(directions))
     for axes, direction in zip(grid[0], directions, strict=True):
         chosen = [row for row in rows if row["direction"] == direction]
@@ -104,7 +115,7 @@ def memory(rows: list[Row]) -> Iterator[tuple[str, Any]]:
 
 
 def traffic(rows: list[Row]) -> Iterator[tuple[str, Any]]:
-    directions = _values(rows, "direction")
+    directions = unique(rows, "direction")
     figure, grid = _figure(1, len(directions))
     for axes, direction in zip(grid[0], directions, strict=True):
         chosen = [row for row in rows if row["direction"] == direction]

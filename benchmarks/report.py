@@ -2,14 +2,15 @@
 
 import argparse
 import csv
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import pictures
+from .pictures import Row, kind, unique
 
-Row = dict[str, str]
 OURS = "ours"
 
 
@@ -26,15 +27,6 @@ def read(paths: Iterable[Path]) -> dict[str, list[Row]]:
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def mask_name(row: Row) -> str:
-    mask = "causal" if row["causal"] == "True" else "none"
-    return mask if row.get("float_mask", "none") == "none" else f"{mask}, float {row['float_mask']}"
-
-
-def unique(rows: Iterable[Row], column: str) -> list[str]:
-    return list(dict.fromkeys(row[column] for row in rows))
 
 
 def beside(rows: list[Row], key: Callable[[Row], tuple[str, ...]], value: str, header: Sequence[str], best: str) -> str:
@@ -78,23 +70,23 @@ def origin(rows: list[Row]) -> str:
     )
 
 
-def geomean_line(rows: list[Row], value: str) -> str:
-    """Ours against every rival, over the cells that both ran."""
-    by_cell: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+def geomeans(rows: list[Row], value: str) -> Iterable[str]:
+    """Ours / every rival over the cells that both ran: per dtype, plain and causal together, every special kind by itself."""
+    groups: dict[tuple[str, str], dict[tuple[str, ...], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row[value]:
-            by_cell[tuple(row[c] for c in ("dtype", "head_dim", "rows", "causal", "float_mask"))][row["rival"]] = float(
-                row[value]
-            )
-    texts = []
-    for rival in unique(rows, "rival"):
-        ratios = [cell[OURS] / cell[rival] for cell in by_cell.values() if OURS in cell and rival in cell and cell[rival] > 0]
-        if ratios and not rival.startswith(OURS):
-            product = 1.0
-            for ratio in ratios:
-                product *= ratio ** (1 / len(ratios))
-            texts.append(f"{rival} {product:.3f} (least {min(ratios):.2f}, {len(ratios)} cells)")
-    return "Geometric mean of ours / rival: " + "; ".join(texts) if texts else ""
+            name = "no mask and causal" if kind(row) in ("none", "causal") else kind(row)
+            cell = (row["head_dim"], row["batch"], row["rows"], kind(row))
+            groups[row["dtype"], name][cell][row["rival"]] = float(row[value])
+    for (dtype, name), cells in groups.items():
+        texts = []
+        for rival in unique(rows, "rival"):
+            ratios = [cell[OURS] / cell[rival] for cell in cells.values() if OURS in cell and cell.get(rival, 0.0) > 0]
+            if ratios and not rival.startswith(OURS):
+                mean = statistics.geometric_mean(ratios)
+                texts.append(f"{rival} {mean:.3f} (least {min(ratios):.2f}, {len(ratios)} cells)")
+        if texts:
+            yield f"Geometric mean of ours / rival, {dtype}, {name}: " + "; ".join(texts)
 
 
 def train(rows: list[Row]) -> Iterable[str]:
@@ -105,9 +97,11 @@ def train(rows: list[Row]) -> Iterable[str]:
         chosen = [row for row in rows if row["direction"] == direction]
         if chosen:
             yield f"### {direction}, TFLOP/s"
-            header = ("dtype", "D", "mask", "S")
-            yield beside(chosen, lambda r: (r["dtype"], r["head_dim"], mask_name(r), r["rows"]), "tflops", header, "highest")
-            yield geomean_line(chosen, "tflops")
+            header = ("dtype", "D", "mask", "B", "S")
+            yield beside(
+                chosen, lambda r: (r["dtype"], r["head_dim"], kind(r), r["batch"], r["rows"]), "tflops", header, "highest"
+            )
+            yield from geomeans(chosen, "tflops")
 
 
 def decode(rows: list[Row]) -> Iterable[str]:
@@ -129,7 +123,7 @@ def memory(rows: list[Row]) -> Iterable[str]:
     yield "bytes beyond inputs, results and gradients, at the peak"
     header = ("dtype", "mask", "S", "direction", "lse")
     yield beside(
-        rows, lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"], r["lse_bytes"]), "extra_bytes", header, "lowest"
+        rows, lambda r: (r["dtype"], kind(r), r["rows"], r["direction"], r["lse_bytes"]), "extra_bytes", header, "lowest"
     )  # fmt: skip
 
 
@@ -138,7 +132,7 @@ def traffic(rows: list[Row]) -> Iterable[str]:
     total = [{**row, "bytes": str(int(row["bytes_read"]) + int(row["bytes_written"]))} for row in rows]
     yield beside(
         total,
-        lambda r: (r["dtype"], mask_name(r), r["rows"], r["direction"]),
+        lambda r: (r["dtype"], kind(r), r["rows"], r["direction"]),
         "bytes",
         ("dtype", "mask", "S", "direction"),
         "lowest",

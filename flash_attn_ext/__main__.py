@@ -18,8 +18,19 @@ from ._progress import Progress
 from ._selfcheck import CASES, DTYPES, RIVALS, Check, Workload
 
 
+def unusable_gpu() -> str:
+    """Why the kernels cannot run on the GPU of this machine; "" if they can."""
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    if not build_info()["cuda"]:
+        return "not used: this build has no CUDA kernels; install a CUDA compiler (nvcc) and build again"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "not used: the kernels need compute capability 8.0 (Ampere) or newer"
+    return ""
+
+
 def devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() and build_info()["cuda"] else ["cpu"]
+    return ["cpu"] if unusable_gpu() else ["cpu", "cuda"]
 
 
 def short(dtype: torch.dtype) -> str:
@@ -42,10 +53,8 @@ def environment() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         yield f"GPU {index}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    if not torch.cuda.is_available():
-        yield "GPU", "none that torch can use"
-    elif not info["cuda"]:
-        yield "GPU", "present but not usable: this build has no CUDA kernels. Install a CUDA compiler (nvcc) and build again."
+    if reason := unusable_gpu():
+        yield "GPU", reason
 
 
 def _processor() -> str:
