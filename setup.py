@@ -178,9 +178,10 @@ class CleanBuildPy(build_py):
 
 TORCH = find_torch()
 
-setup(
-    version=version(TORCH),
-    setup_requires=requirements(TORCH),
-    ext_modules=[Extension("flash_attn_ext._C", sources=[])],  # makes the wheel a platform wheel; CMake builds it
-    cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
-)
+if __name__ == "__main__":
+    setup(
+        version=version(TORCH),
+        setup_requires=requirements(TORCH),
+        ext_modules=[Extension("flash_attn_ext._C", sources=[])],  # makes the wheel a platform wheel; CMake builds it
+        cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
+    )

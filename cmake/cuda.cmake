@@ -2,7 +2,8 @@
 
 set(_flash_attn_ext_default_archs "8.0+PTX;9.0")  # real code for Ampere and Hopper, PTX so that newer GPUs run
 
-# Sets FLASH_ATTN_EXT_WITH_CUDA, FLASH_ATTN_EXT_ARCHS (for people), FLASH_ATTN_EXT_SM80_ARCHS, FLASH_ATTN_EXT_SM90_ARCHS (for CMake).
+# Sets FLASH_ATTN_EXT_WITH_CUDA, FLASH_ATTN_EXT_ARCHS (for people), FLASH_ATTN_EXT_SM80_ARCHS, FLASH_ATTN_EXT_SM90_ARCHS (for CMake),
+# FLASH_ATTN_EXT_CUDA_INCLUDES; makes flash_attn_ext::cudart.
 macro(flash_attn_ext_find_cuda)
   set(FLASH_ATTN_EXT_WITH_CUDA OFF)
   set(FLASH_ATTN_EXT_ARCHS "")
@@ -54,17 +55,14 @@ macro(_flash_attn_ext_enable_cuda)
     message(FATAL_ERROR "No libcudart.so.${_major} in ${_root}/lib64, ${_root}/lib or torch's nvidia/cu${_major}/lib.")
   endif()
   list(GET _cudart 0 _cudart)
-  # The compiler's own headers first; then torch's pip packages, which ship cublas, cusparse and cusolver headers that ATen includes.
-  set(_includes ${_root}/include ${FLASH_ATTN_EXT_TORCH_DIRECTORY}/../nvidia/cu${_major}/include)
-  list(FILTER _includes INCLUDE REGEX ".")
   add_library(flash_attn_ext::cudart INTERFACE IMPORTED)
   set_target_properties(flash_attn_ext::cudart PROPERTIES INTERFACE_LINK_LIBRARIES "${_cudart}")
-  foreach(_include IN LISTS _includes)
-    if(EXISTS ${_include})
-      set_property(TARGET flash_attn_ext::cudart APPEND PROPERTY INTERFACE_INCLUDE_DIRECTORIES ${_include})
-      set_property(TARGET flash_attn_ext::cudart APPEND PROPERTY INTERFACE_SYSTEM_INCLUDE_DIRECTORIES ${_include})
-    endif()
-  endforeach()
+  # For op/: the compiler's own headers, then those of torch's pip packages (ATen includes cublas, cusparse and cusolver).
+  # In the other order crt/host_defines.h is missing.
+  set(FLASH_ATTN_EXT_CUDA_INCLUDES ${_root}/include)
+  if(EXISTS ${FLASH_ATTN_EXT_TORCH_DIRECTORY}/../nvidia/cu${_major}/include)
+    list(APPEND FLASH_ATTN_EXT_CUDA_INCLUDES ${FLASH_ATTN_EXT_TORCH_DIRECTORY}/../nvidia/cu${_major}/include)
+  endif()
   set(FLASH_ATTN_EXT_WITH_CUDA ON)
   message(STATUS "CUDA ${FLASH_ATTN_EXT_TOOLKIT_VERSION} (${CMAKE_CUDA_COMPILER}) for architectures ${FLASH_ATTN_EXT_ARCHS}")
 endmacro()
