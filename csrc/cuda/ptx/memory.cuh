@@ -28,6 +28,20 @@ __device__ __forceinline__ float2 load_shared_8(uint32_t address) {
   return v;
 }
 
+// ld.volatile.shared.b32: what another thread of the block may have changed.
+__device__ __forceinline__ int load_shared_volatile(uint32_t address) {
+  int value;
+  asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// atom.shared.add.u32: returns the value before.
+__device__ __forceinline__ int add_shared(uint32_t address, int value) {
+  int before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
+  return before;
+}
+
 // red.global.add.f32
 __device__ __forceinline__ void reduce_add(float* p, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");

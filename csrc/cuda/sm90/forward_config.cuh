@@ -1,0 +1,86 @@
+// sm90/forward_config.cuh: the shape of one instance, its shared memory and its barriers.
+#pragma once
+#include <cstdint>
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/tiles.h"
+
+namespace flash::sm90 {
+
+template <class T_, int kVariant, bool kCapped_>
+struct ForwardConfig {
+  using T = T_;
+  static constexpr ForwardTile kTile = kForwardTiles[kVariant];
+  static constexpr bool kCapped = kCapped_;             // softcap: an instance of its own, so that the others carry no branch
+  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
+  static constexpr int kGroups = kTile.warpgroups;      // consumer warpgroups, 64 rows each
+  static constexpr int kRows = 64 * kGroups, kKeys = kTile.keys;
+  static constexpr int kStages = kTile.stages;          // of K and of V
+  static constexpr int kQueries = kTile.queries;        // buffers of Q
+  static constexpr int kOutputs = kTile.outputs;        // staging panels of O per warp
+  static constexpr bool kTurns = kTile.turns;           // ping-pong: warpgroups take turns at issuing products
+  static constexpr bool kHalves = kTile.halves;         // half of the exponentials before P V of the block before is waited for
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
+  static constexpr bool kEarly = kQueries > 1;          // announce the next tile after the first blocks of this one: its Q needs a buffer
+
+  // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle.
+  static constexpr uint32_t kQueryBytes = kRows * kDim * 2, kKeyBytes = kKeys * kDim * 2;
+  static constexpr uint32_t kQueryPanel = kRows * 128, kKeyPanel = kKeys * 128, kOutputPanel = 16 * 128;
+  static constexpr uint32_t kQueryAt = 0;
+  static constexpr uint32_t kKeyAt = kQueryAt + kQueries * kQueryBytes;
+  static constexpr uint32_t kValueAt = kKeyAt + kStages * kKeyBytes;
+  static constexpr uint32_t kOutputAt = kValueAt + kStages * kKeyBytes;
+  static constexpr int kSlots = 3;                      // of announced tiles: stored, computed, next
+  static constexpr uint32_t kWorkBytes = 64;
+  static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
+  // Tiles whose row sums overflowed: a count, then their indices. Once one is noted, later tiles are announced safe; those already
+  // announced are at most kSlots, noted by each warp once.
+  static constexpr uint32_t kRedoAt = kWorkAt + kSlots * kWorkBytes;
+  static constexpr int kRedoEntries = 63;
+  static_assert(kSlots * 4 * kGroups <= kRedoEntries);
+  static constexpr uint32_t kBarriersAt = kRedoAt + 4 * (1 + kRedoEntries);
+  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries + 4 * kStages + 2 * kSlots + 1);
+};
+
+// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp.
+template <class C>
+struct Barriers {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t query_full(int i) const { return base + 8 * i; }
+  __device__ __forceinline__ uint32_t query_empty(int i) const { return query_full(C::kQueries + i); }
+  __device__ __forceinline__ uint32_t key_full(int i) const { return query_full(2 * C::kQueries + i); }
+  __device__ __forceinline__ uint32_t key_empty(int i) const { return key_full(C::kStages + i); }
+  __device__ __forceinline__ uint32_t value_full(int i) const { return key_full(2 * C::kStages + i); }
+  __device__ __forceinline__ uint32_t value_empty(int i) const { return key_full(3 * C::kStages + i); }
+  __device__ __forceinline__ uint32_t work_full(int i) const { return key_full(4 * C::kStages + i); }
+  __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
+  __device__ __forceinline__ uint32_t drained() const { return work_full(2 * C::kSlots); }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kWarps = 4 * C::kGroups;
+    for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kWarps);
+    for (int i = 0; i < C::kStages; ++i) {
+      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
+      ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
+    }
+    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps);
+    ptx::init_barrier(drained(), kWarps);
+    ptx::fence_barrier_init();
+  }
+};
+
+// A stage of a ring and the parity of its current phase.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  // The stage in a uniform register (REDUX writes one), whatever ptxas made of `stage`: matrix descriptors then stay uniform, where each
+  // product would else need two R2UR. Whole warps only.
+  __device__ __forceinline__ uint32_t uniform_stage() const { return __reduce_or_sync(~0u, static_cast<unsigned>(stage)); }
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+}  // namespace flash::sm90

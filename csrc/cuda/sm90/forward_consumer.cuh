@@ -1,0 +1,321 @@
+// sm90/forward_consumer.cuh: a consumer warpgroup: 64 rows of every tile, their scores, probabilities and output in registers.
+// S = Q K^T and O += P V are asynchronous; while one warpgroup does exponentials, the others keep the tensor cores busy.
+#pragma once
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/forward_config.cuh"
+#include "cuda/sm90/forward_softmax.cuh"
+#include "cuda/sm90/forward_work.cuh"
+
+namespace flash::sm90 {
+
+template <class C>
+struct Consumer {
+  using T = typename C::T;
+  // Row sums above this are done again with the row maximum followed: 2^(score - top) stays finite below, in fp16 also as P.
+  static constexpr float kLimit = std::is_same_v<T, __half> ? 6e4f : 0x1p64f;
+
+  const ForwardArguments& p;
+  const uint32_t base;
+  const Barriers<C> barriers;
+  const int group;                          // warpgroup
+  const int warp = (threadIdx.x >> 5) & 3;  // in the warpgroup
+  const int lane = threadIdx.x & 31;
+  Ring<C::kQueries> query;
+  Ring<C::kStages> key, value;
+  Ring<C::kSlots> slot;
+  float score[C::kKeys / 2];                  // [64, keys]: S, then P
+  uint32_t probability[C::kKeys / 16][4];     // P as A operands
+  float output[C::kDim / 2];                  // [64, dim]
+  Rows state;
+
+  __device__ __forceinline__ Consumer(const ForwardArguments& p, uint32_t base, Barriers<C> barriers, int group)
+      : p(p), base(base), barriers(barriers), group(group) {}
+
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (lane == 0) ptx::arrive(barrier);
+  }
+
+  // The next announced tile: its kind, and the slot that describes it until release_work().
+  struct Tile {
+    uint32_t at, empty;
+    Kind kind;
+  };
+  __device__ __forceinline__ Tile fetch() {
+    ptx::wait(barriers.work_full(slot.stage), slot.parity);
+    const uint32_t at = base + C::kWorkAt + C::kWorkBytes * slot.stage;
+    const Tile tile{at, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::load_shared_volatile(at + 36))};
+    slot.next();
+    return tile;
+  }
+  __device__ __forceinline__ void release_work(const Tile& tile) {
+    __syncwarp();
+    release(tile.empty);
+  }
+
+  // Descriptors of the current stages.
+  __device__ __forceinline__ uint64_t describe_query() const {
+    return ptx::describe_matrix(base + C::kQueryAt + query.uniform_stage() * C::kQueryBytes + group * 64 * 128, 16, 1024);
+  }
+  __device__ __forceinline__ uint64_t describe_key() const {
+    return ptx::describe_matrix(base + C::kKeyAt + key.uniform_stage() * C::kKeyBytes, 16, 1024);
+  }
+  __device__ __forceinline__ uint64_t describe_value() const {
+    return ptx::describe_matrix(base + C::kValueAt + value.uniform_stage() * C::kKeyBytes, C::kKeyPanel, 1024);
+  }
+
+  // score = Q K^T, as one batch.
+  __device__ __forceinline__ void multiply_query_key(uint64_t q, uint64_t k) {
+#pragma unroll
+    for (int i = 0; i < C::kDim / 16; ++i) {  // 16 columns are 32 bytes of a panel's row; descriptors count 16 bytes
+      const uint64_t a = q + (i / 4) * (C::kQueryPanel / 16) + (i % 4) * 2, b = k + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
+      if (i == 0) {
+        ptx::multiply_async<T, 0>(score, a, b);
+      } else {
+        ptx::multiply_async<T, 1>(score, a, b);
+      }
+    }
+    ptx::commit_products();
+  }
+
+  // output += P V, as one batch.
+  __device__ __forceinline__ void multiply_probability_value(uint64_t v) {
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 16; ++i) ptx::multiply_async<T, 1>(output, probability[i], v + i * (16 * 128 / 16));
+    ptx::commit_products();
+  }
+
+  // score = Q K^T of the current key stage beside output += P V of the current value stage, once both are there.
+  __device__ __forceinline__ void multiply_both() {
+    const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
+    ptx::wait(barriers.key_full(key.stage), key.parity);
+    begin_turn();
+    ptx::fence_products();
+    multiply_query_key(q, k);
+    ptx::wait(barriers.value_full(value.stage), value.parity);
+    ptx::fence_products();
+    multiply_probability_value(v);
+    end_turn();
+    ptx::wait_products<1>();
+    release_key();
+  }
+
+  __device__ __forceinline__ void release_key() {
+    release(barriers.key_empty(key.stage));
+    key.next();
+  }
+  __device__ __forceinline__ void release_value() {
+    release(barriers.value_empty(value.stage));
+    value.next();
+  }
+
+  // Ping-pong: the issue of products goes round the warpgroups.
+  __device__ __forceinline__ void begin_turn() {
+    if (C::kTurns) ptx::sync_named(1 + group, 256);
+  }
+  __device__ __forceinline__ void end_turn() {
+    if (C::kTurns) ptx::arrive_named(1 + (group + 1) % C::kGroups, 256);
+  }
+
+  __device__ __forceinline__ void mask_block(const Tile& tile, int block) {
+    const int row = ptx::load_shared_volatile(tile.at);
+    const uint4 sequence = ptx::load_shared_16(tile.at + 16);
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), diagonal = p.bottom_right ? keys - rows : 0;
+    mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys);
+  }
+
+  __device__ __forceinline__ void add(const float (&sum)[2][2]) {
+    state.sum[0] += sum[0][0] + sum[0][1];
+    state.sum[1] += sum[1][0] + sum[1][1];
+  }
+
+  // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
+  template <bool kPack>
+  __device__ __forceinline__ void first_softmax(const Tile& tile) {
+    if constexpr (C::kCapped) cap(score, p.cap_scale);
+    mask_block(tile, ptx::load_shared_volatile(tile.at + 12));
+    float maximum[2], subtrahend[2], sum[2][2] = {};
+    row_max(score, maximum);
+    state.start(maximum);
+    state.reference(p.scale_log2, subtrahend);
+    constexpr int kPairs = C::kKeys / 4;
+    exponentials<T, 0, kPairs, kPack ? 0 : kPairs>(score, probability, p.scale_log2, subtrahend, sum);
+    add(sum);
+  }
+
+  // score = Q K[block]^T beside output += P V[block + 1], then P = softmax(score).
+  // kExact: masked, and the row maximum is followed. Else the reference of the blocks before is kept; store() checks that it held.
+  template <bool kExact>
+  __device__ __forceinline__ void step(const Tile& tile, int block) {
+    constexpr int kPairs = C::kKeys / 4;
+    float subtrahend[2], sum[2][2] = {};
+    multiply_both();
+    if constexpr (C::kCapped) cap(score, p.cap_scale);
+    if constexpr (kExact) {
+      mask_block(tile, block);
+      float maximum[2], factor[2];
+      row_max(score, maximum);
+      ptx::wait_products<0>();
+      release_value();
+      if (state.follow(maximum, p.scale_log2, factor)) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 2; ++i) output[i] *= factor[(i >> 1) & 1];
+      }
+      state.reference(p.scale_log2, subtrahend);
+      exponentials<T, 0, kPairs, 0>(score, probability, p.scale_log2, subtrahend, sum);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) subtrahend[r] = state.top[r] * p.scale_log2;
+      constexpr int kFirst = C::kHalves ? kPairs / 2 : 0;
+      exponentials<T, 0, kFirst, kFirst>(score, probability, p.scale_log2, subtrahend, sum);
+      // Complete already: the wait ends a basic block, so that ptxas keeps these exponentials before the wait for P V.
+      if (C::kHalves) ptx::wait(barriers.value_full(value.stage), value.parity);
+      ptx::wait_products<0>();
+      release_value();
+      exponentials<T, kFirst, kPairs, 0>(score, probability, p.scale_log2, subtrahend, sum);
+    }
+    add(sum);
+  }
+
+  // Blocks [first, last) of a tile, newest first. FULL blocks below one of which every row has seen a key take the quick step.
+  __device__ __forceinline__ void walk(const Tile& tile) {
+    const uint4 place = ptx::load_shared_16(tile.at), sequence = ptx::load_shared_16(tile.at + 16);
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
+    const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
+    const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;                         // that row has seen key full_end * kKeys
+    const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
+    const bool safe = ptx::load_shared_volatile(tile.at + 40) != 0;
+    const int quick_end = max(full_begin, first);
+    int exact_end = safe ? first : max(full_end, first);
+    int block = static_cast<int>(place.w) - 1;
+    // Twice, so that each step is in the code once: the right edge, the middle; the left edge of a window, nothing.
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass, exact_end = first) {
+#pragma unroll 1
+      for (; block >= exact_end; --block) step<true>(tile, block);
+#pragma unroll 1
+      for (; block >= quick_end; --block) step<false>(tile, block);
+    }
+  }
+
+  __device__ __forceinline__ void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 4; ++i) probability[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+  }
+
+  // O / l and lse of a finished tile; each warp stores its own 16 rows.
+  __device__ __forceinline__ void store(const Tile& tile, Rows rows) {
+    const uint4 place = ptx::load_shared_16(tile.at), sequence = ptx::load_shared_16(tile.at + 16), fate = ptx::load_shared_16(tile.at + 32);
+    release_work(tile);
+    const int row = static_cast<int>(place.x) + group * 64 + warp * 16, head = static_cast<int>(place.y);
+    const int map_row = static_cast<int>(sequence.z) + row, map_sequence = static_cast<int>(sequence.w);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
+      rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 2);
+    }
+    if (__any_sync(~0u, !(rows.sum[0] < kLimit && rows.sum[1] < kLimit)) && lane == 0 && fate.z == 0) {
+      const int entry = ptx::add_shared(base + C::kRedoAt, 1);
+      ptx::store_shared(base + C::kRedoAt + 4 + 4 * entry, fate.x);
+    }
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      problem::Softmax<float> softmax{rows.top[r] * p.scale_log2, rows.sum[r]};
+      const float factor = p.sinks != nullptr ? softmax.fold_sink(p.sinks[head]) : 1.f;
+      scale[r] = factor * softmax.normaliser();
+      const int i = row + lane / 4 + 8 * r, length = static_cast<int>(sequence.x);
+      if ((lane & 3) == 0 && i < length && p.lse != nullptr) {
+        const int64_t first = p.cu_seqlens_q != nullptr ? map_sequence - length : map_sequence * p.lse_batch;
+        p.lse[head * p.lse_head + first + i] = softmax.lse();
+      }
+    }
+    const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const uint32_t to = staging + (panel % C::kOutputs) * C::kOutputPanel;
+      if (lane == 0) ptx::wait_stores_read<C::kOutputs - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // 16 rows x 16 columns
+        const float* o = output + panel * 32 + j * 8;
+        const uint32_t chunk = (2 * j + lane / 16) ^ (lane & 7);
+        ptx::store_matrices(to + (lane & 15) * 128 + chunk * 16,
+                            {ptx::pack(o[0] * scale[0], o[1] * scale[0], T()), ptx::pack(o[2] * scale[1], o[3] * scale[1], T()),
+                             ptx::pack(o[4] * scale[0], o[5] * scale[0], T()), ptx::pack(o[6] * scale[1], o[7] * scale[1], T())});
+      }
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::store_box(&p.out, to, {64 * panel, map_row, head, map_sequence, p.cu_seqlens_q != nullptr ? kWrap : 0});
+        ptx::commit_stores();
+      }
+    }
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < C::kDim / 2; ++i) output[i] = 0;
+  }
+
+  // A tile and those that follow it without a break: the first S of the next is issued before the last P V of this one.
+  // Returns what ended the chain: drain or end.
+  __device__ __forceinline__ Tile chain(Tile tile) {
+    const uint64_t q = describe_query(), k = describe_key();
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    ptx::wait(barriers.key_full(key.stage), key.parity);
+    begin_turn();
+    ptx::fence_products();
+    multiply_query_key(q, k);
+    end_turn();
+    ptx::wait_products<0>();
+    release_key();
+    first_softmax<true>(tile);
+    Tile following;
+    while (true) {
+      walk(tile);
+      release(barriers.query_empty(query.stage));
+      query.next();
+      following = fetch();
+      if (following.kind != Kind::kTile) break;
+      ptx::wait(barriers.query_full(query.stage), query.parity);
+      multiply_both();
+      const Rows finished = state;
+      first_softmax<false>(following);
+      ptx::wait_products<0>();
+      release_value();
+      store(tile, finished);
+      pack_probabilities();
+      tile = following;
+    }
+    const uint64_t v = describe_value();
+    ptx::wait(barriers.value_full(value.stage), value.parity);
+    ptx::fence_products();
+    multiply_probability_value(v);
+    ptx::wait_products<0>();
+    release_value();
+    store(tile, state);
+    return following;
+  }
+
+  __device__ __forceinline__ void run() {
+    clear();
+    if (C::kTurns && group == C::kGroups - 1) ptx::arrive_named(1, 256);  // the first turn is free
+    while (true) {
+      Tile tile = fetch();
+      if (tile.kind == Kind::kTile) tile = chain(tile);
+      if (tile.kind == Kind::kEnd) break;
+      release_work(tile);
+      if (lane == 0) ptx::wait_stores<0>();
+      __syncwarp();
+      release(barriers.drained());
+    }
+    if (C::kTurns && group == 0) ptx::sync_named(1, 256);  // takes the last turn, so that no arrival is left over
+    if (lane == 0) ptx::wait_stores<0>();
+  }
+};
+
+}  // namespace flash::sm90

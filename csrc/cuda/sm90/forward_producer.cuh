@@ -1,0 +1,141 @@
+// sm90/forward_producer.cuh: the producer of a block: one thread that fetches tiles and feeds Q, K and V through TMA.
+// It runs ahead of the consumers as far as the buffers let it, across tiles: K of the next tile is loaded before the last V of this one.
+#pragma once
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/forward_config.cuh"
+#include "cuda/sm90/forward_work.cuh"
+
+namespace flash::sm90 {
+
+template <class C>
+struct Producer {
+  const ForwardArguments& p;
+  uint32_t base;
+  Barriers<C> barriers;
+  Ring<C::kQueries> query;
+  Ring<C::kStages> key, value;
+  Ring<C::kSlots> slot;
+  int claimed = -1;  // last tile taken from the grid
+  int redo = -1;     // next entry of the redo list, once the grid is exhausted
+
+  // Tiles of the grid in turn; then one drain; then the tiles that overflowed, safely; then the end.
+  __device__ __forceinline__ void next(Work& work, Source& source) {
+    work.safe = overflowed() > 0;
+    while (redo < 0) {
+      claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
+      if (claimed >= p.tiles) {
+        redo = 0;
+        work.kind = Kind::kDrain;
+        return;
+      }
+      work.kind = Kind::kTile;
+      if (decode<C::kRows, C::kKeys>(p, claimed, work, source)) return;
+    }
+    const int count = overflowed();
+    for (; redo < count; ++redo) {
+      const int index = noted(redo);
+      bool seen = false;  // several warps may have noted the tile
+      for (int i = 0; i < redo; ++i) seen |= noted(i) == index;
+      if (seen) continue;
+      ++redo;
+      work.kind = Kind::kTile;
+      decode<C::kRows, C::kKeys>(p, index, work, source);
+      return;
+    }
+    work.kind = Kind::kEnd;
+  }
+
+  __device__ __forceinline__ int noted(int i) const { return ptx::load_shared_volatile(base + C::kRedoAt + 4 + 4 * i); }
+  __device__ __forceinline__ int overflowed() const { return ptx::load_shared_volatile(base + C::kRedoAt); }
+
+  // Tells the consumers about a tile and loads its Q. The fourth part of the slot is for the producer itself: kv head and coordinates.
+  __device__ __forceinline__ void announce(const Work& work, const Source& source) {
+    ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+    const uint32_t at = base + C::kWorkAt + C::kWorkBytes * slot.stage;
+    ptx::store_shared(at, make_uint4(work.row, work.head, work.first, work.last));
+    ptx::store_shared(at + 16, make_uint4(work.rows, work.keys, work.map_row, work.map_sequence));
+    ptx::store_shared(at + 32, make_uint4(work.index, static_cast<uint32_t>(work.kind), work.safe, 0));
+    ptx::store_shared(at + 48, make_uint4(work.head / p.group, source.key_row, source.key_sequence, source.wrap));
+    ptx::arrive(barriers.work_full(slot.stage));
+    slot.next();
+    if (work.kind != Kind::kTile) return;
+    ptx::wait(barriers.query_empty(query.stage), query.parity ^ 1);
+    const uint32_t full = barriers.query_full(query.stage), to = base + C::kQueryAt + query.stage * C::kQueryBytes;
+    ptx::arrive_expecting(full, C::kQueryBytes);
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel)
+      ptx::load_box(to + panel * C::kQueryPanel, &p.query, full,
+                    {64 * panel, source.query_row + work.row, work.head, source.query_sequence, source.wrap});
+    query.next();
+  }
+
+  // The next tile; false if there is none to load for.
+  __device__ __forceinline__ Kind announce_next() {
+    Work work;
+    Source source;
+    next(work, source);
+    announce(work, source);
+    return work.kind;
+  }
+
+  // A block of K or V of the tile announced in slot `announced`.
+  __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t to, uint32_t full, int block, int announced) {
+    const uint4 from = ptx::load_shared_16(base + C::kWorkAt + C::kWorkBytes * announced + 48);
+    const int row = static_cast<int>(from.y) + block * C::kKeys;
+    ptx::arrive_expecting(full, C::kKeyBytes);
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel)
+      ptx::load_box(to + panel * C::kKeyPanel, map, full,
+                    {64 * panel, row, static_cast<int>(from.x), static_cast<int>(from.z), static_cast<int>(from.w)});
+  }
+  __device__ __forceinline__ void load_key(int block, int announced) {
+    ptx::wait(barriers.key_empty(key.stage), key.parity ^ 1);
+    load_block(&p.key, base + C::kKeyAt + key.stage * C::kKeyBytes, barriers.key_full(key.stage), block, announced);
+    key.next();
+  }
+  __device__ __forceinline__ void load_value(int block, int announced) {
+    ptx::wait(barriers.value_empty(value.stage), value.parity ^ 1);
+    load_block(&p.value, base + C::kValueAt + value.stage * C::kKeyBytes, barriers.value_full(value.stage), block, announced);
+    value.next();
+  }
+
+  __device__ __forceinline__ void run() {
+    int announced = 0, before = 0;  // slots of the current tile and of the one before
+    int owed = -1;                  // first block of the tile before, if its V is still to be loaded
+    Kind kind = announce_next();
+    while (true) {
+      const uint4 tile = ptx::load_shared_16(base + C::kWorkAt + C::kWorkBytes * announced);
+      const int first = static_cast<int>(tile.z), last = static_cast<int>(tile.w);
+      if (kind == Kind::kTile) load_key(last, announced);
+      if (owed >= 0) load_value(owed, before);
+      owed = -1;
+      if (kind == Kind::kEnd) break;
+      if (kind == Kind::kDrain) {
+        ptx::wait(barriers.drained(), 0);  // all tiles are stored: the redo list is final
+        kind = announce_next();
+      } else {
+        owed = first;
+        int block = last - 1;
+        if (block >= first) {
+          load_key(block, announced);
+          load_value(block + 1, announced);
+          --block;
+        }
+        if (C::kEarly) kind = announce_next();  // so early that its Q is there in time
+#pragma unroll 1
+        for (; block >= first; --block) {
+          load_key(block, announced);
+          load_value(block + 1, announced);
+        }
+        if (!C::kEarly) kind = announce_next();
+      }
+      before = announced;
+      announced = announced + 1 == C::kSlots ? 0 : announced + 1;
+    }
+    __threadfence();
+    if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
+  }
+};
+
+}  // namespace flash::sm90

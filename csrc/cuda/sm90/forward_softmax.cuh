@@ -1,0 +1,116 @@
+// sm90/forward_softmax.cuh: the softmax of 64 rows x kKeys scores in the accumulators of a warpgroup. A lane holds two rows:
+// score[4 i + 2 r + e] is (lane / 4 + 8 r, 8 i + 2 (lane % 4) + e) of its warp's 16 rows.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/ptx/math.cuh"
+#include "problem/softmax.h"
+
+namespace flash::sm90 {
+
+// Row maxima over all keys of the block, in every lane of the row's quad. NaN scores are passed over.
+template <int kScores>
+__device__ __forceinline__ void row_max(const float (&score)[kScores], float (&maximum)[2]) {
+  int bits[2][2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {  // floats compared as integers, three at a time: right unless a lane holds negative scores only
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      bits[r][h] = max(__float_as_int(score[4 * h + 2 * r]), __float_as_int(score[4 * h + 2 * r + 1]));
+#pragma unroll
+    for (int i = 2; i < kScores / 4; ++i)
+      bits[r][i & 1] = __vimax3_s32(bits[r][i & 1], __float_as_int(score[4 * i + 2 * r]), __float_as_int(score[4 * i + 2 * r + 1]));
+    bits[r][0] = max(bits[r][0], bits[r][1]);
+  }
+  // A positive NaN is the largest integer: it takes the slow branch too, where fmaxf passes over it.
+  constexpr int kInfinity = 0x7f800000;
+  if (__any_sync(~0u, min(bits[0][0], bits[1][0]) < 0 || max(bits[0][0], bits[1][0]) > kInfinity)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) top = fmaxf(fmaxf(top, score[4 * i + 2 * r]), score[4 * i + 2 * r + 1]);
+      bits[r][0] = __float_as_int(top);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    maximum[r] = __int_as_float(bits[r][0]);
+    maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 1));
+    maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 2));
+  }
+}
+
+// What this lane's two rows have folded so far. `top` is in units of the score; `sum` is this lane's share of the row's sum.
+struct Rows {
+  float top[2], sum[2];
+
+  __device__ __forceinline__ void start(const float (&maximum)[2]) {
+    top[0] = maximum[0], top[1] = maximum[1];
+    sum[0] = sum[1] = 0;
+  }
+
+  // Follows the row maxima, but only where they grow by more than 2^8. True: `factor` applies to the output.
+  __device__ __forceinline__ bool follow(const float (&maximum)[2], float scale_log2, float (&factor)[2]) {
+    if (!__any_sync(~0u, (maximum[0] - top[0]) * scale_log2 > 8.f || (maximum[1] - top[1]) * scale_log2 > 8.f)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float after = fmaxf(maximum[r], top[r]);
+      factor[r] = top[r] == -INFINITY ? 0.f : ptx::exp2((top[r] - after) * scale_log2);
+      top[r] = after;
+      sum[r] *= factor[r];
+    }
+    return true;
+  }
+
+  // What the exponent subtracts: finite even for rows that saw nothing (problem/softmax.h).
+  __device__ __forceinline__ void reference(float scale_log2, float (&subtrahend)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) subtrahend[r] = problem::Softmax<float>::reference(top[r]) * scale_log2;
+  }
+};
+
+// score -> 2^(score * scale_log2 - subtrahend) for the pairs [kBegin, kEnd); pairs [kPack, kEnd) also go packed into `probability`, the
+// A operand of P V. Adds to the row sums.
+template <class T, int kBegin, int kEnd, int kPack, int kScores>
+__device__ __forceinline__ void exponentials(float (&score)[kScores], uint32_t (&probability)[kScores / 8][4], float scale_log2,
+                                             const float (&subtrahend)[2], float (&sum)[2][2]) {
+#pragma unroll
+  for (int i = kPack; i < kBegin; ++i) probability[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+#pragma unroll
+  for (int i = kBegin; i < kEnd; ++i) {
+    const int r = i & 1;
+    score[2 * i] = ptx::exp2(fmaf(score[2 * i], scale_log2, -subtrahend[r]));
+    score[2 * i + 1] = ptx::exp2(fmaf(score[2 * i + 1], scale_log2, -subtrahend[r]));
+    sum[r][0] += score[2 * i];
+    sum[r][1] += score[2 * i + 1];
+    if (i >= kPack) probability[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+  }
+}
+
+// Softcap: score -> tanh(score * cap_scale), as 1 - 2 / (e^2x + 1).
+template <int kScores>
+__device__ __forceinline__ void cap(float (&score)[kScores], float cap_scale) {
+  const float unit = cap_scale * 2.f * problem::Softmax<float>::kLog2e;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, ptx::reciprocal(ptx::exp2(score[i] * unit) + 1.f), 1.f);
+}
+
+// -inf where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart.
+template <int kScores>
+__device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int first_key, int left, int right, int keys) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int end = min(keys, first_row + 8 * r + right + 1) - first_key, begin = first_row + 8 * r - left - first_key;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (8 * i + e >= end || 8 * i + e < begin) score[4 * i + 2 * r + e] = -INFINITY;
+    }
+  }
+}
+
+}  // namespace flash::sm90
