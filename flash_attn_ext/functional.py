@@ -1,7 +1,8 @@
 """The functions that users call: keywords, shapes and errors here; the mathematics behind torch.ops.flash.
 
 Sizes: B batch, H heads of query, Hk heads of key and value (Hk divides H), L query rows, S keys, E head dimension, Ev dimension
-of value. Tensors may have any strides: [B, L, H, E] data is passed as x.transpose(1, 2), without a copy.
+of value. Tensors may have any strides: [B, L, H, E] data is passed as x.transpose(1, 2), without a copy. Nested tensors of the
+jagged layout [B, H, ragged, E] go to attention_varlen.
 """
 
 from typing import Any, Literal, overload
@@ -9,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from . import _jagged
 from ._arguments import Causal, Folded, Window, accumulated, autocast, draw_seed, fold, interval, unwrap_causal_bias
 
 
@@ -78,6 +80,11 @@ def attention(
     Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Dao 2023, "FlashAttention-2", sections 3.1 and 3.2; the
     softmax is that of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3.
     """
+    if query.is_nested:
+        return _jagged.attention(
+            attention_varlen, query, key, value, attn_mask, return_lse, dropout_p=dropout_p, causal=causal, window=window,
+            scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, deterministic=deterministic,
+        )  # fmt: skip
     if attn_mask is not None:
         attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query.shape[-2], key.shape[-2])
     extra = window is not None or softcap != 0.0 or alibi_slopes is not None or sinks is not None or return_lse

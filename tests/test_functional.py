@@ -181,6 +181,40 @@ def test_varlen_is_attention_of_each_sequence():
         torch.testing.assert_close(lse, torch.cat([part[1] for part in expected], -1))
 
 
+def jagged(lengths, heads, dim):
+    parts = [torch.randn(length, heads, dim) for length in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+def test_jagged_nested_tensors(causal):
+    leaves = jagged([3, 5], 4, 8), jagged([4, 6], 2, 8), jagged([4, 6], 2, 8)
+    tensors = [leaf.transpose(1, 2) for leaf in leaves]
+    out = attention(*tensors, causal=causal)
+    assert out.shape == tensors[0].shape
+    dense = [[part.detach().requires_grad_() for part in leaf.unbind()] for leaf in leaves]
+    expected = [attention(*(part.transpose(0, 1) for part in parts), causal=causal) for parts in zip(*dense, strict=True)]
+    for ours, theirs in zip(out.unbind(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    gradients = torch.autograd.grad(out.values().square().sum(), leaves)
+    sum(part.square().sum() for part in expected).backward()
+    for gradient, parts in zip(gradients, dense, strict=True):
+        torch.testing.assert_close(gradient.values(), torch.cat([part.grad for part in parts]))
+
+
+def test_nested_tensors_that_are_refused():
+    tensor = jagged([3, 5], 4, 8)
+    nested = tensor.transpose(1, 2)
+    for arguments, options, text in (
+        ((nested, nested, torch.randn(2, 4, 5, 8)), {}, "all be nested"),
+        ((tensor, tensor, tensor), {}, "ragged, D"),
+        ((nested, nested, nested), {"return_lse": True}, "return_lse"),
+        ((nested, nested, nested, torch.zeros(5, 5)), {}, "attn_mask"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            attention(*arguments, **options)
+
+
 def test_merge_of_halves_is_the_whole():
     query, key, value = qkv()
     halves = [attention(query, k, v, return_lse=True) for k, v in zip(key.split(4, 2), value.split(4, 2), strict=True)]
