@@ -1,99 +1,177 @@
-// cpu/attention.cpp: cuts a call into tasks and runs them on the caller's threads.
+// cpu/attention.cpp: forward, merge and the dropout mask: cut into tasks for the kernels of the chosen instruction set.
 #include "cpu/attention.h"
 
-#include <atomic>
-#include <memory>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
-#include "cpu/plain.h"
+#include "cpu/number.h"
+#include "cpu/schedule.h"
+#include "problem/mask.h"
+#include "problem/philox.h"
+#include "problem/softmax.h"
 
 namespace flash::cpu {
+
+using problem::DType;
+using problem::Problem;
+
+const InstructionSet& chosen() {
+  static const InstructionSet& set = []() -> const InstructionSet& {
+    std::vector<const InstructionSet*> usable{&kPortable};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+      usable.push_back(&kAvx2);
+      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vl"))
+        usable.push_back(&kAvx512);
+    }
+#endif
+    const char* forced = std::getenv("FLASH_ATTN_EXT_ISA");
+    if (forced == nullptr || *forced == 0) return *usable.back();
+    std::string names;
+    for (const InstructionSet* candidate : usable) {
+      if (std::string(forced) == candidate->name) return *candidate;
+      names += std::string(names.empty() ? "" : ", ") + candidate->name;
+    }
+    throw std::runtime_error("FLASH_ATTN_EXT_ISA is '" + std::string(forced) + "': this machine can run " + names + ".");
+  }();
+  return set;
+}
+
+const char* instruction_set() { return chosen().name; }
+
+void fill(const problem::Array& a, DType type, int64_t heads, int64_t rows, int64_t dim) {
+  if (a.data == nullptr) return;
+  const int64_t bytes = size_of(type);
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < rows; ++i) std::memset(static_cast<char*>(a.data) + problem::offset(a, 0, h, i) * bytes, 0, dim * bytes);
+}
+
+void fill_statistic(const Problem& p, void* values, double value) {
+  if (values == nullptr) return;
+  for (int64_t h = 0; h < p.heads; ++h) {
+    if (p.fp64()) {
+      std::fill_n(static_cast<double*>(values) + h * p.lse_head, p.total_rows, value);
+    } else {
+      std::fill_n(static_cast<float*>(values) + h * p.lse_head, p.total_rows, static_cast<float>(value));
+    }
+  }
+}
+
 namespace {
 
-using problem::Sequence;
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// body(sequence, index) for every index in [0, count(sequence)) of every sequence, on all threads.
-template <class Body>
-void each(const Executor& executor, int64_t count, const Body& body) {
-  std::atomic<int64_t> next{0};
-  executor.run(std::max(1, executor.threads), [&](int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
-  });
+// A task, and where its part lies in the workspace if its keys were cut: Reals, -1 if they were not.
+struct Part {
+  ForwardTask task;
+  int64_t at;
+};
+
+// Lanes whose keys were cut into parts: the first part at `at`.
+struct Combination {
+  problem::Sequence sequence;
+  int64_t kv_head, lane_begin, lane_end;
+  int64_t parts, at;
+};
+
+struct ForwardPlan {
+  Tiling tiling;
+  int64_t part = problem::kOpen;  // keys of one part
+};
+
+ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
+  const int64_t real = p.fp64() ? 8 : 4, widest = std::max(p.head_dim, p.value_dim);
+  const bool widened = size_of(p.dtype) != real;
+  ForwardPlan plan;
+  plan.tiling.keys = widest <= 128 ? 128 : widest <= 256 ? 64 : 32;
+  const int64_t lanes = p.rows * (p.heads / p.kv_heads), heads = p.batch * p.kv_heads;
+  // Groups that share a block of K and V: as many as keep queries and sums in the second-level cache.
+  const int64_t room = (int64_t{256} << 10) / (kernels.group * std::max<int64_t>(1, p.head_dim + p.value_dim) * real);
+  int64_t groups = std::clamp<int64_t>(room, 1, widened ? 8 : 4);
+  while (groups > (widened ? 4 : 1) && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
+  plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;
+  const int64_t tasks = heads * ceil_div(lanes, plan.tiling.lanes);
+  if (tasks > 0 && tasks < kParallel) {
+    const int64_t part = ceil_div(p.keys, ceil_div(kParallel, tasks));
+    plan.part = std::max<int64_t>(512, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
+  }
+  return plan;
 }
 
-// Rows of packed arrays that belong to no sequence get a fixed value, so everything is written first.
-template <class T>
-void fill(const Array& a, int64_t heads, int64_t rows, int64_t dim) {
-  if (a.data == nullptr) return;
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < rows; ++i) std::fill_n(static_cast<T*>(a.data) + problem::offset(a, 0, h, i), dim, T{});
-}
-
-template <class T>
-void forward_as(const Problem& p, const Executor& executor) {
-  using Real = typename Accumulate<T>::type;
-  Plain<T> plain{p};
-  if (p.dropout_p > 0) plain.dropout = problem::dropout(p.seed, p.dropout_p);
-  if (p.packed()) {
-    fill<T>(p.out, p.heads, p.total_rows, p.value_dim);
-    if (p.lse)
-      for (int64_t h = 0; h < p.heads; ++h) std::fill_n(static_cast<Real*>(p.lse) + h * p.lse_head, p.total_rows, -Real(INFINITY));
-  }
-  each(executor, p.batch * p.heads, [&](int64_t task) {
-    const auto s = problem::sequence(p, task / p.heads);
-    std::vector<Real> sum(p.value_dim);
-    for (int64_t i = 0; i < s.rows; ++i) plain.forward_row(s, task % p.heads, i, sum);
-  });
-}
-
-template <class T>
-void backward_as(const Problem& p, const Gradients& g, const Executor& executor) {
-  using Real = typename Accumulate<T>::type;
-  std::unique_ptr<Real[]> own;
-  Plain<T> plain{p, &g, static_cast<Real*>(g.delta)};
-  if (plain.delta == nullptr) {
-    const int64_t rows = p.packed() ? p.total_rows : p.rows;
-    own.reset(new Real[p.batch * p.lse_batch + p.heads * p.lse_head + rows]);
-    plain.delta = own.get();
-  }
-  if (p.dropout_p > 0) plain.dropout = problem::dropout(p.seed, p.dropout_p);
-  if (p.packed()) {
-    fill<T>(g.dquery, p.heads, p.total_rows, p.head_dim);
-    fill<T>(g.dkey, p.kv_heads, p.total_keys, p.head_dim);
-    fill<T>(g.dvalue, p.kv_heads, p.total_keys, p.value_dim);
-    if (g.delta)
-      for (int64_t h = 0; h < p.heads; ++h) std::fill_n(static_cast<Real*>(g.delta) + h * p.lse_head, p.total_rows, Real(0));
-  }
-  each(executor, p.batch * p.heads, [&](int64_t task) {
-    const auto s = problem::sequence(p, task / p.heads);
-    std::vector<Real> sum(p.head_dim);
-    for (int64_t i = 0; i < s.rows; ++i) {
-      plain.delta_row(s, task % p.heads, i);
-      if (g.dquery.data) plain.query_row(s, task % p.heads, i, sum);
+// Sum of the parts, in their order.
+template <class Real>
+void combine(const Problem& p, const Combination& c, const Real* parts) {
+  const int64_t heads = p.heads / p.kv_heads, dim = p.value_dim, lanes = c.lane_end - c.lane_begin;
+  std::vector<Real> sum(dim);
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    problem::Softmax<Real> state;
+    std::fill(sum.begin(), sum.end(), Real(0));
+    for (int64_t i = 0; i < c.parts; ++i) {
+      const Real* part = parts + (i * lanes + lane) * (dim + 2);
+      problem::Softmax<Real> other;
+      other.max = part[dim];
+      other.sum = part[dim + 1];
+      if (other.sum == 0) continue;
+      const Real factor = state.fold_max(other.max);
+      const Real weight = problem::Softmax<Real>::rescale(other.max, state.max);
+      state.sum += weight * other.sum;
+      for (int64_t d = 0; d < dim; ++d) sum[d] = sum[d] * factor + weight * part[d];
     }
-  });
-  if (g.dkey.data || g.dvalue.data)
-    each(executor, p.batch * p.kv_heads, [&](int64_t task) {
-      const auto s = problem::sequence(p, task / p.kv_heads);
-      std::vector<Real> dk(p.head_dim), dv(p.value_dim);
-      for (int64_t j = 0; j < s.keys; ++j) plain.key_row(s, task % p.kv_heads, j, dk, dv);
+    const int64_t row = c.sequence.row + (c.lane_begin + lane) / heads, head = c.kv_head * heads + (c.lane_begin + lane) % heads;
+    Real factor = p.sinks ? state.fold_sink(static_cast<const Real*>(p.sinks)[head]) : Real(1);
+    factor *= state.normaliser();
+    with_real_type<Real>(p.dtype, [&](auto tag) {
+      auto* out = static_cast<decltype(tag)*>(p.out.data) + problem::offset(p.out, c.sequence.batch, head, row);
+      for (int64_t d = 0; d < dim; ++d) narrow(sum[d] * factor, &out[d]);
     });
-  if (g.dmask) {
-    const int64_t heads = g.dmask_head ? p.heads : 1, rows = g.dmask_row ? p.rows : 1, keys = g.dmask_key ? p.keys : 1;
-    each(executor, (g.dmask_batch ? p.batch : 1) * heads * rows, [&](int64_t task) {
-      const int64_t b = task / rows / heads, h = task / rows % heads, i = task % rows;
-      Real* to = static_cast<Real*>(g.dmask) + b * g.dmask_batch + h * g.dmask_head + i * g.dmask_row;
-      for (int64_t j = 0; j < keys; ++j) to[j * g.dmask_key] = plain.mask_element(b, h, i, j);
-    });
+    if (p.lse) static_cast<Real*>(p.lse)[problem::lse_offset(p, c.sequence.batch, head, row)] = state.lse();
   }
 }
 
-template <class T>
+template <class Real>
+void forward_as(const Problem& p, const Executor& executor) {
+  const Kernels& kernels = kernels_for(p);
+  const ForwardPlan plan = plan_forward(p, kernels);
+  const int64_t heads = p.heads / p.kv_heads;
+  std::vector<Part> tasks;
+  std::vector<Combination> combinations;
+  int64_t space = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const auto s = problem::sequence(p, b);
+    const auto interval = problem::interval(p, s.rows, s.keys);
+    for (int64_t kv = 0; kv < p.kv_heads; ++kv)
+      for (int64_t lane = 0; lane < s.rows * heads; lane += plan.tiling.lanes) {
+        const int64_t end = std::min(lane + plan.tiling.lanes, s.rows * heads);
+        const auto seen = interval.rows(lane / heads, (end - 1) / heads + 1);
+        const int64_t parts = std::max<int64_t>(1, ceil_div(seen.last - seen.first, plan.part));
+        if (parts > 1) combinations.push_back({s, kv, lane, end, parts, space});
+        for (int64_t i = 0; i < parts; ++i) {
+          const int64_t first = seen.first + i * plan.part, last = parts == 1 ? seen.last : std::min(first + plan.part, seen.last);
+          tasks.push_back({{&p, s, kv, lane, end, first, last, nullptr}, parts > 1 ? space : -1});
+          if (parts > 1) space += (end - lane) * (p.value_dim + 2);
+        }
+      }
+  }
+  const Memory workspace = allocate(space * sizeof(Real));
+  for (Part& part : tasks)
+    if (part.at >= 0) part.task.partial = static_cast<Real*>(workspace.get()) + part.at;
+  longest_first(tasks, [](const Part& x) { return (x.task.lane_end - x.task.lane_begin) * (x.task.key_end - x.task.key_begin); });
+  for_each(executor, static_cast<int64_t>(tasks.size()), kernels.forward_scratch(p, plan.tiling),
+           [&](int64_t i, void* scratch) { kernels.forward(tasks[i].task, plan.tiling, scratch); });
+  for_each(executor, static_cast<int64_t>(combinations.size()), 0,
+           [&](int64_t i, void*) { combine(p, combinations[i], static_cast<const Real*>(workspace.get()) + combinations[i].at); });
+}
+
+template <class T, class Real>
 void merge_as(int64_t count, int64_t dim, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b, void* out,
               void* lse, const Executor& executor) {
-  using Real = typename Accumulate<T>::type;
-  const int64_t rows = 64;
-  each(executor, (count + rows - 1) / rows, [&](int64_t task) {
-    for (int64_t i = task * rows; i < std::min(count, (task + 1) * rows); ++i) {
+  constexpr int64_t kRows = 64;
+  for_each(executor, ceil_div(count, kRows), 0, [&](int64_t task, void*) {
+    for (int64_t i = task * kRows; i < std::min(count, (task + 1) * kRows); ++i) {
       const auto m = problem::merge(static_cast<const Real*>(lse_a)[i], static_cast<const Real*>(lse_b)[i]);
       const T* a = static_cast<const T*>(out_a) + i * dim;
       const T* b = static_cast<const T*>(out_b) + i * dim;
@@ -110,25 +188,31 @@ void merge_as(int64_t count, int64_t dim, const void* out_a, const void* lse_a, 
 
 }  // namespace
 
-const char* instruction_set() { return "portable"; }
-
-void forward(const Problem& problem, const Executor& executor) {
-  with_type(problem.dtype, [&](auto tag) { forward_as<decltype(tag)>(problem, executor); });
-}
-
-void backward(const Problem& problem, const Gradients& gradients, const Executor& executor) {
-  with_type(problem.dtype, [&](auto tag) { backward_as<decltype(tag)>(problem, gradients, executor); });
+void forward(const Problem& p, const Executor& executor) {
+  if (p.batch == 0 || p.kv_heads == 0) return;
+  if (p.packed()) {
+    fill(p.out, p.dtype, p.heads, p.total_rows, p.value_dim);
+    fill_statistic(p, p.lse, -INFINITY);
+  }
+  if (p.fp64()) {
+    forward_as<double>(p, executor);
+  } else {
+    forward_as<float>(p, executor);
+  }
 }
 
 void merge(DType dtype, int64_t count, int64_t value_dim, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b,
            void* out, void* lse, const Executor& executor) {
-  with_type(dtype, [&](auto tag) { merge_as<decltype(tag)>(count, value_dim, out_a, lse_a, out_b, lse_b, out, lse, executor); });
+  with_type(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    merge_as<T, decltype(widen(tag))>(count, value_dim, out_a, lse_a, out_b, lse_b, out, lse, executor);
+  });
 }
 
 void dropout_mask(const uint64_t* seed, double p, int64_t batch, int64_t heads, int64_t rows, int64_t keys, uint8_t* keep,
                   const Executor& executor) {
   const auto dropout = problem::dropout(seed, p);
-  each(executor, batch * heads * rows, [&](int64_t task) {
+  for_each(executor, batch * heads * rows, 0, [&](int64_t task, void*) {
     const int64_t plane = task / rows, row = task % rows;
     for (int64_t j = 0; j < keys; ++j) keep[task * keys + j] = dropout.keeps(plane, row, j);
   });

@@ -60,16 +60,6 @@ inline void narrow(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
-// The type that sums and softmax are computed in.
-template <class T>
-struct Accumulate {
-  using type = float;
-};
-template <>
-struct Accumulate<double> {
-  using type = double;
-};
-
 // Calls f(T{}) with the element type that `type` names.
 template <class F>
 inline void with_type(problem::DType type, const F& f) {
@@ -82,6 +72,20 @@ inline void with_type(problem::DType type, const F& f) {
       return f(BFloat16{});
     default:
       return f(Float16{});
+  }
+}
+
+// The same among the types that are computed in Real.
+template <class Real, class F>
+inline void with_real_type(problem::DType type, const F& f) {
+  if constexpr (sizeof(Real) == 8) {
+    f(double{});
+  } else if (type == problem::DType::kFloat32) {
+    f(float{});
+  } else if (type == problem::DType::kBFloat16) {
+    f(BFloat16{});
+  } else {
+    f(Float16{});
   }
 }
 

@@ -1,0 +1,10 @@
+// cpu/avx2.cpp: the kernels for AVX2, FMA and F16C.
+#include "cpu/backward.h"
+
+#if defined(__x86_64__)
+namespace flash::cpu {
+
+const InstructionSet kAvx2{"avx2", kernels<float>(), kernels<double>()};
+
+}  // namespace flash::cpu
+#endif

@@ -1,0 +1,400 @@
+// cpu/backward.h: gradients of a block of lanes with respect to queries, keys and values, from out and lse alone. Five products:
+// scores and dP again, then dQ += dS K, dV += P^T dO, dK += dS^T Q; the last two sum over the lanes of the whole block.
+#pragma once
+#include "cpu/forward.h"
+
+namespace flash::cpu {
+namespace {
+
+template <class Real>
+struct BackwardScratch {
+  Group<Real>* groups;                            // [groups]
+  Real *queries, *douts, *dqueries;               // [groups][dim] rows of kGroup lanes
+  Real *natural_queries, *natural_douts;          // [lanes][dim]
+  Real *lse2, *delta;                             // [groups][kGroup]
+  Real *tile, *gradient;                          // [keys][stride]: P and dS of all lanes
+  Real *bias, *keep;                              // [keys][kGroup]
+  Real *keys, *values;                            // [keys][dim], widened
+  Real* mask;                                     // [kMaskTiles * keys][kGroup]
+  bool* started;                                  // [groups]: dqueries hold something
+  int64_t stride;
+
+  BackwardScratch(Arena& arena, const Problem& p, const Tiling& tiling) {
+    const int64_t count = tiling.lanes / kGroup<Real>, dim = padded<Real>(p.head_dim), value_dim = padded<Real>(p.value_dim);
+    const bool widened = size_of(p.dtype) != sizeof(Real);
+    stride = tiling.lanes + kWidth<Real>;  // rows of a power of two would share few cache sets
+    groups = arena.take<Group<Real>>(count);
+    queries = arena.take<Real>(tiling.lanes * dim);
+    douts = arena.take<Real>(tiling.lanes * value_dim);
+    dqueries = arena.take<Real>(tiling.lanes * dim);
+    natural_queries = arena.take<Real>(tiling.lanes * dim);
+    natural_douts = arena.take<Real>(tiling.lanes * value_dim);
+    lse2 = arena.take<Real>(tiling.lanes);
+    delta = arena.take<Real>(tiling.lanes);
+    tile = arena.take<Real>(tiling.keys * stride);
+    gradient = arena.take<Real>(tiling.keys * stride);
+    bias = arena.take<Real>(p.mask.data ? tiling.keys * kGroup<Real> : 0);
+    keep = arena.take<Real>(p.dropout_p > 0 ? tiling.keys * kGroup<Real> : 0);
+    keys = arena.take<Real>(widened ? tiling.keys * dim : 0);
+    values = arena.take<Real>(widened ? tiling.keys * value_dim : 0);
+    mask = arena.take<Real>(p.mask.data ? kMaskTiles * tiling.keys * kGroup<Real> : 0);
+    started = arena.take<bool>(count);
+  }
+};
+
+// P and dS of one group of lanes and a few keys.
+template <class Real>
+class Differentiator {
+ public:
+  Differentiator(const Problem& p, const problem::Sequence& s, const Tiling& tiling, void* memory)
+      : p_(p),
+        s_(s),
+        tiling_(tiling),
+        rules_(p),
+        interval_(problem::interval(p, s.rows, s.keys)),
+        arena_{reinterpret_cast<uintptr_t>(memory)},
+        scratch_(arena_, p, tiling) {}
+
+ protected:
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+  static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+  Real* queries(int i) { return scratch_.queries + i * kGroup<Real> * p_.head_dim; }
+  Real* douts(int i) { return scratch_.douts + i * kGroup<Real> * p_.value_dim; }
+
+  // lse and delta of a group; dS comes out times `scale`, as dO^T was packed with it.
+  void load_statistics(int i, Real scale, const Real* delta) {
+    const Group<Real>& g = scratch_.groups[i];
+    for (int lane = 0; lane < kGroup<Real>; ++lane) {
+      const int64_t at = problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane]);
+      scratch_.lse2[i * kGroup<Real> + lane] = problem::Softmax<Real>::lse2(static_cast<const Real*>(p_.lse)[at]);
+      scratch_.delta[i * kGroup<Real> + lane] = scale * delta[at];
+    }
+  }
+
+  // Keys [from, to) into tile and gradient, whose row 0 is key `from`.
+  template <int NV>
+  void step(int i, int64_t from, int64_t to, Rows<Real> keys, Rows<Real> values, Real* tile, Real* gradient, int64_t stride,
+            bool chain) {
+    const Group<Real>& g = scratch_.groups[i];
+    const Real *lse2 = scratch_.lse2 + i * kGroup<Real>, *delta = scratch_.delta + i * kGroup<Real>;
+    const int64_t count = to - from;
+    scores<Real, NV, false>(keys.data, keys.stride, queries(i), p_.head_dim, tile, stride, count, nullptr);
+    scores<Real, NV, false>(values.data, values.stride, douts(i), p_.value_dim, gradient, stride, count, nullptr);
+    const problem::Span all = interval_.common(g.row_begin, g.row_end);
+    const auto careful = [&](int64_t begin, int64_t end) {
+      if (begin >= end) return;
+      if (p_.mask.data) mask_tile(p_, g, begin, end - begin, scratch_.bias);
+      if (rules_.dropped) dropout_tile(rules_, g, s_.batch, begin, end - begin, scratch_.keep);
+      differentiate<Real, NV>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
+                              rules_.dropped ? scratch_.keep : nullptr, begin < all.first || end > all.last, chain, end - begin,
+                              tile + (begin - from) * stride, gradient + (begin - from) * stride, stride, lse2, delta);
+    };
+    if (rules_.modified || rules_.dropped) return careful(from, to);
+    const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
+    careful(from, full);
+    if (full < full_end)
+      differentiate_plain<Real, NV>(rules_.unit, full_end - full, tile + (full - from) * stride, gradient + (full - from) * stride,
+                                    stride, lse2, delta);
+    careful(full_end, to);
+  }
+
+  const Problem& p_;
+  const problem::Sequence& s_;
+  const Tiling& tiling_;
+  const Rules<Real> rules_;
+  const problem::Interval interval_;
+  Arena arena_;
+  BackwardScratch<Real> scratch_;
+};
+
+template <class Real>
+class Backward : Differentiator<Real> {
+  using Base = Differentiator<Real>;
+  using Base::p_, Base::s_, Base::tiling_, Base::rules_, Base::interval_, Base::scratch_, Base::least, Base::most;
+
+ public:
+  Backward(const BackwardTask& task, const Tiling& tiling, void* memory)
+      : Base(*task.problem, task.sequence, tiling, memory), task_(task), heads_(p_.heads / p_.kv_heads) {}
+
+  void run() {
+    for (const Range& rows : task_.rows)
+      for (int64_t lane = rows.begin * heads_; lane < rows.end * heads_; lane += tiling_.lanes)
+        lanes(lane, least(lane + tiling_.lanes, rows.end * heads_));
+  }
+
+ private:
+  void lanes(int64_t begin, int64_t end) {
+    lanes_ = end - begin;
+    count_ = 0;
+    for (int64_t lane = begin; lane < end; lane += kGroup<Real>, ++count_) {
+      fill_group(scratch_.groups[count_], p_, s_, task_.kv_head, heads_, lane, least(lane + kGroup<Real>, end));
+      scratch_.started[count_] = false;
+      this->load_statistics(count_, static_cast<Real>(p_.scale), static_cast<const Real*>(task_.delta));
+    }
+    with_real_type<Real>(p_.dtype, [&](auto tag) { load_rows<decltype(tag)>(); });
+    first_row_ = scratch_.groups[0].row_begin;
+    first_lane_ = begin;
+    const problem::Span seen = interval_.rows(first_row_, scratch_.groups[count_ - 1].row_end);
+    for (const Range& keys : task_.keys) {
+      const int64_t first = most(seen.first, keys.begin), last = least(seen.last, keys.end);
+      for (int64_t key = first; key < last; key += tiling_.keys) block(key, least(key + tiling_.keys, last));
+    }
+    if (task_.gradients->dquery.data)
+      with_real_type<Real>(p_.dtype, [&](auto tag) {
+        for (int i = 0; i < count_; ++i) store_queries<decltype(tag)>(i);
+      });
+  }
+
+  // Query and dO, natural for the sums over lanes and packed for the sums over dims.
+  template <class T>
+  void load_rows() {
+    const int64_t dim = padded<Real>(p_.head_dim), value_dim = padded<Real>(p_.value_dim);
+    for (int i = 0; i < count_; ++i) {
+      const Group<Real>& g = scratch_.groups[i];
+      T *query[kGroup<Real>], *dout[kGroup<Real>];
+      lane_rows(g, p_.query, s_, query);
+      lane_rows(g, task_.gradients->dout, s_, dout);
+      const Real *natural_query[kGroup<Real>], *natural_dout[kGroup<Real>];
+      for (int lane = 0; lane < kGroup<Real>; ++lane) {
+        const int64_t at = i * kGroup<Real> + (lane < g.lanes ? lane : g.lanes - 1);
+        if (lane < g.lanes) {
+          widen_row(query[lane], p_.head_dim, scratch_.natural_queries + at * dim, dim);
+          widen_row(dout[lane], p_.value_dim, scratch_.natural_douts + at * value_dim, value_dim);
+        }
+        natural_query[lane] = scratch_.natural_queries + at * dim;
+        natural_dout[lane] = scratch_.natural_douts + at * value_dim;
+      }
+      pack<Real, Real>(natural_query, 0, p_.head_dim, g.vectors, rules_.query_factor, this->queries(i));
+      pack<Real, Real>(natural_dout, 0, p_.value_dim, g.vectors, static_cast<Real>(p_.scale), this->douts(i));
+    }
+  }
+
+  Real* dqueries(int i) { return scratch_.dqueries + i * kGroup<Real> * p_.head_dim; }
+
+  void block(int64_t begin, int64_t end) {
+    const int64_t count = end - begin, stride = scratch_.stride;
+    const Rows<Real> keys =
+        real_rows(p_.dtype, p_.key, s_.batch, task_.kv_head, s_.key + begin, count, p_.head_dim, scratch_.keys);
+    const Rows<Real> values =
+        real_rows(p_.dtype, p_.value, s_.batch, task_.kv_head, s_.key + begin, count, p_.value_dim, scratch_.values);
+    for (int i = 0; i < count_; ++i) {
+      const Group<Real>& g = scratch_.groups[i];
+      const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
+      const int64_t from = least(most(seen.first, begin), end), to = most(least(seen.last, end), from);
+      Real *tile = scratch_.tile + i * kGroup<Real>, *gradient = scratch_.gradient + i * kGroup<Real>;
+      clear(tile, gradient, 0, from - begin);
+      clear(tile, gradient, to - begin, count);
+      if (from == to) continue;
+      const int64_t skip = from - begin;
+      with_vectors(g.vectors, [&](auto vectors) {
+        constexpr int NV = decltype(vectors)::value;
+        this->template step<NV>(i, from, to, {keys.data + skip * keys.stride, keys.stride},
+                                {values.data + skip * values.stride, values.stride}, tile + skip * stride, gradient + skip * stride,
+                                stride, true);
+        if (task_.gradients->dquery.data)
+          accumulate<Real, NV>(keys.data + skip * keys.stride, keys.stride, gradient + skip * stride, stride, to - from, dqueries(i),
+                               p_.head_dim, nullptr, scratch_.started[i] ? Into::kAdd : Into::kReplace);
+      });
+      scratch_.started[i] = true;
+    }
+    if (task_.dkey || task_.dvalue) sum_over_lanes(begin, end);
+  }
+
+  void clear(Real* tile, Real* gradient, int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      std::memset(tile + j * scratch_.stride, 0, sizeof(Real) * kGroup<Real>);
+      std::memset(gradient + j * scratch_.stride, 0, sizeof(Real) * kGroup<Real>);
+    }
+  }
+
+  // dV and dK of keys [begin, end): each strip of keys takes the lanes that see some of it; equal neighbours go together.
+  void sum_over_lanes(int64_t begin, int64_t end) {
+    constexpr int64_t kStrip = 12;
+    Range taken{0, 0};
+    int64_t start = begin;
+    for (int64_t key = begin; key < end; key += kStrip) {
+      const problem::Span rows = interval_.viewers(key, least(key + kStrip, end), s_.rows);
+      const Range range{most(rows.first * heads_ - first_lane_, 0), least(rows.last * heads_ - first_lane_, lanes_)};
+      if (key > begin && range.begin == taken.begin && range.end == taken.end) continue;
+      sum_strip(begin, start, key, taken);
+      start = key;
+      taken = range;
+    }
+    sum_strip(begin, start, end, taken);
+  }
+  void sum_strip(int64_t block, int64_t begin, int64_t end, Range lanes) {
+    if (begin >= end || lanes.begin >= lanes.end) return;
+    const int64_t dim = padded<Real>(p_.head_dim), value_dim = padded<Real>(p_.value_dim), stride = scratch_.stride;
+    const int64_t at = (begin - block) * stride + lanes.begin, count = lanes.end - lanes.begin;
+    if (task_.dvalue)
+      accumulate_rows(scratch_.tile + at, stride, scratch_.natural_douts + lanes.begin * value_dim, value_dim, count,
+                      static_cast<Real*>(task_.dvalue) + begin * task_.dvalue_stride, task_.dvalue_stride, end - begin, value_dim);
+    if (task_.dkey)
+      accumulate_rows(scratch_.gradient + at, stride, scratch_.natural_queries + lanes.begin * dim, dim, count,
+                      static_cast<Real*>(task_.dkey) + begin * task_.dkey_stride, task_.dkey_stride, end - begin, dim);
+  }
+
+  template <class T>
+  void store_queries(int i) {
+    const Group<Real>& g = scratch_.groups[i];
+    Real ones[kGroup<Real>];
+    for (Real& one : ones) one = 1;
+    if (!scratch_.started[i]) std::memset(dqueries(i), 0, sizeof(Real) * kGroup<Real> * p_.head_dim);
+    if (task_.dquery) {
+      Real* rows[kGroup<Real>];
+      for (int lane = 0; lane < g.lanes; ++lane)
+        rows[lane] = static_cast<Real*>(task_.dquery) + g.head[lane] * task_.dquery_head + g.row[lane] * task_.dquery_row;
+      unpack<Real, Real, true>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
+    } else {
+      T* rows[kGroup<Real>];
+      lane_rows(g, task_.gradients->dquery, s_, rows);
+      unpack<Real, T, false>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
+    }
+  }
+
+  const BackwardTask& task_;
+  const int64_t heads_;
+  int64_t lanes_ = 0, first_row_ = 0, first_lane_ = 0;
+  int count_ = 0;
+};
+
+// dmask: the gradient of the score itself, summed over the dimensions in which the mask is broadcast. Lanes are rows of one head.
+template <class Real>
+class MaskGradient : Differentiator<Real> {
+  using Base = Differentiator<Real>;
+  using Base::p_, Base::s_, Base::tiling_, Base::interval_, Base::scratch_, Base::least, Base::most;
+
+ public:
+  MaskGradient(const MaskTask& task, const problem::Sequence& sequence, const Tiling& tiling, void* memory)
+      : Base(*task.problem, sequence, tiling, memory), task_(task) {}
+
+  void clear() {
+    const int64_t rows = task_.gradients->dmask_key ? task_.keys.end - task_.keys.begin : 1;
+    std::memset(scratch_.mask, 0, sizeof(Real) * rows * kGroup<Real>);
+  }
+
+  void add(int64_t head) {
+    for (int64_t row = task_.rows.begin; row < task_.rows.end; row += kGroup<Real>) {
+      Group<Real>& g = scratch_.groups[0];
+      fill_group(g, p_, s_, head, 1, row, least(row + kGroup<Real>, task_.rows.end));
+      this->load_statistics(0, 1, static_cast<const Real*>(task_.delta));
+      with_real_type<Real>(p_.dtype, [&](auto tag) {
+        using T = decltype(tag);
+        T* rows[kGroup<Real>];
+        lane_rows(g, p_.query, s_, rows);
+        pack<Real, T>(rows, 0, p_.head_dim, g.vectors, this->rules_.query_factor, this->queries(0));
+        lane_rows(g, task_.gradients->dout, s_, rows);
+        pack<Real, T>(rows, 0, p_.value_dim, g.vectors, 1, this->douts(0));
+      });
+      const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
+      const int64_t first = most(seen.first, task_.keys.begin), last = least(seen.last, task_.keys.end);
+      for (int64_t key = first; key < last; key += tiling_.keys) block(head, key, least(key + tiling_.keys, last));
+    }
+  }
+
+  void store() {
+    const problem::Gradients& g = *task_.gradients;
+    Real* to = static_cast<Real*>(g.dmask) + task_.batches.begin * g.dmask_batch + task_.heads.begin * g.dmask_head;
+    const int64_t keys = g.dmask_key ? task_.keys.end - task_.keys.begin : 1;
+    const int64_t rows = g.dmask_row ? task_.rows.end - task_.rows.begin : 1;
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < keys; ++j) {
+        const Real* from = scratch_.mask + j * kGroup<Real> + i;
+        Real sum = from[0];
+        if (g.dmask_row == 0)
+          for (int lane = 1; lane < kGroup<Real>; ++lane) sum += from[lane];
+        to[(task_.rows.begin + i) * g.dmask_row + (task_.keys.begin + j) * g.dmask_key] = sum;
+      }
+  }
+
+ private:
+  void block(int64_t head, int64_t begin, int64_t end) {
+    const Group<Real>& g = scratch_.groups[0];
+    const int64_t kv_head = problem::kv_head(p_, head), count = end - begin;
+    const Rows<Real> keys = real_rows(p_.dtype, p_.key, s_.batch, kv_head, s_.key + begin, count, p_.head_dim, scratch_.keys);
+    const Rows<Real> values =
+        real_rows(p_.dtype, p_.value, s_.batch, kv_head, s_.key + begin, count, p_.value_dim, scratch_.values);
+    with_vectors(g.vectors, [&](auto vectors) {
+      this->template step<decltype(vectors)::value>(0, begin, end, keys, values, scratch_.tile, scratch_.gradient, scratch_.stride,
+                                                    false);
+    });
+    const bool by_key = task_.gradients->dmask_key != 0;
+    for (int64_t j = 0; j < count; ++j) {
+      Real* to = scratch_.mask + (by_key ? begin + j - task_.keys.begin : 0) * kGroup<Real>;
+      const Real* from = scratch_.gradient + j * scratch_.stride;
+      for (int lane = 0; lane < g.lanes; ++lane) to[lane] += from[lane];
+    }
+  }
+
+  const MaskTask& task_;
+};
+
+template <class Real>
+size_t backward_scratch(const Problem& p, const Tiling& tiling) {
+  Arena arena{0};
+  BackwardScratch<Real> scratch(arena, p, tiling);
+  return arena.next;
+}
+
+template <class Real>
+void backward_task(const BackwardTask& task, const Tiling& tiling, void* scratch) {
+  Backward<Real>(task, tiling, scratch).run();
+}
+
+template <class Real>
+void mask_task(const MaskTask& task, const Tiling& tiling, void* scratch) {
+  problem::Sequence sequence = problem::sequence(*task.problem, task.batches.begin);
+  MaskGradient<Real> gradient(task, sequence, tiling, scratch);
+  gradient.clear();
+  for (sequence.batch = task.batches.begin; sequence.batch < task.batches.end; ++sequence.batch)
+    for (int64_t head = task.heads.begin; head < task.heads.end; ++head) gradient.add(head);
+  gradient.store();
+}
+
+template <class Real>
+void delta_rows(const Problem& p, const problem::Gradients& g, const problem::Sequence& s, int64_t head, Range rows, void* delta) {
+  constexpr int W = kWidth<Real>;
+  with_real_type<Real>(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    for (int64_t i = s.row + rows.begin; i < s.row + rows.end; ++i) {
+      const T* out = static_cast<const T*>(p.out.data) + problem::offset(p.out, s.batch, head, i);
+      const T* dout = static_cast<const T*>(g.dout.data) + problem::offset(g.dout, s.batch, head, i);
+      Vector<Real> sums{};
+      int64_t d = 0;
+      for (; d + W <= p.value_dim; d += W) sums = fma(load<Real>(out + d), load<Real>(dout + d), sums);
+      if (d < p.value_dim) {
+        const int n = static_cast<int>(p.value_dim - d);
+        sums = fma(load_part<Real>(out + d, n), load_part<Real>(dout + d, n), sums);
+      }
+      Real sum = 0;
+      for (int lane = 0; lane < W; ++lane) sum += sums[lane];
+      const int64_t at = problem::lse_offset(p, s.batch, head, i);
+      static_cast<Real*>(delta)[at] = g.dlse ? sum - static_cast<const Real*>(g.dlse)[at] : sum;
+    }
+  });
+}
+
+template <class Real>
+void narrow_rows(const void* from, int64_t from_stride, int64_t count, int64_t dim, DType type, void* to, int64_t to_stride) {
+  constexpr int W = kWidth<Real>;
+  with_real_type<Real>(type, [&](auto tag) {
+    using T = decltype(tag);
+    for (int64_t i = 0; i < count; ++i) {
+      const Real* row = static_cast<const Real*>(from) + i * from_stride;
+      T* target = static_cast<T*>(to) + i * to_stride;
+      int64_t d = 0;
+      for (; d + W <= dim; d += W) store(target + d, load(row + d));
+      if (d < dim) store_part<Real>(target + d, load_part<Real>(row + d, static_cast<int>(dim - d)), static_cast<int>(dim - d));
+    }
+  });
+}
+
+template <class Real>
+constexpr Kernels kernels() {
+  return {kWidth<Real>,       kGroup<Real>,         forward_scratch<Real>, forward_task<Real>, backward_scratch<Real>,
+          backward_task<Real>, mask_task<Real>,      delta_rows<Real>,      narrow_rows<Real>};
+}
+
+}  // namespace
+}  // namespace flash::cpu

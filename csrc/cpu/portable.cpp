@@ -1,0 +1,8 @@
+// cpu/portable.cpp: the kernels for any machine.
+#include "cpu/backward.h"
+
+namespace flash::cpu {
+
+const InstructionSet kPortable{"portable", kernels<float>(), kernels<double>()};
+
+}  // namespace flash::cpu

@@ -1,0 +1,305 @@
+// cpu/score.h: what happens to a tile of scores between the two products, forward and backward. A call without modifiers
+// (softcap, ALiBi, mask, dropout) skips all of it on blocks that every row sees.
+#pragma once
+#include "cpu/tile.h"
+#include "problem/coords.h"
+#include "problem/mask.h"
+#include "problem/philox.h"
+#include "problem/softmax.h"
+
+namespace flash::cpu {
+namespace {
+
+using problem::DType;
+using problem::Problem;
+
+// Up to kGroup lanes of one sequence and one kv head. A lane is a query row of one of the heads that share the kv head:
+// lane index = row * (heads / kv_heads) + head. Lanes past the last repeat it; their results are not used.
+template <class Real>
+struct Group {
+  int lanes, vectors;
+  int64_t row_begin, row_end;  // rows that occur
+  int64_t row[kGroup<Real>], head[kGroup<Real>];
+  Real slope[kGroup<Real>];     // of ALiBi, log2 units
+  int64_t mask[kGroup<Real>];   // offset of the row in the mask
+};
+
+// The tile holds query . key times query_factor. Its value in log2 units is `to_log2` times that, unless `modified`:
+// then adjust() brings it to log2 units, and `unit` is 1.
+template <class Real>
+struct Rules {
+  const Problem& p;
+  Real query_factor = 1, to_log2 = 1, unit = 1, lowest;
+  Real cap_in = 0, cap_out = 0;  // softcap: cap_out * tanh(cap_in * tile)
+  bool modified;
+  bool dropped;
+  problem::Dropout dropout{};
+  Real survivor = 1;  // 1 / (1 - dropout_p)
+
+  explicit Rules(const Problem& problem) : p(problem) {
+    const Real log2e = problem::Softmax<Real>::kLog2e;
+    const Real scale = static_cast<Real>(p.scale), size = scale < 0 ? -scale : scale;
+    if (size > Real(1e-30)) {  // the sign goes into the queries: the largest of the tile is then the largest score
+      query_factor = scale < 0 ? -1 : 1;
+      to_log2 = size * log2e;
+    } else {
+      query_factor = scale * log2e;
+    }
+    modified = p.softcap > 0 || p.alibi_slopes != nullptr || p.mask.data != nullptr;
+    unit = modified ? Real(1) : to_log2;
+    lowest = lowest_of(unit);
+    if (p.softcap > 0) {
+      cap_in = to_log2 / log2e / static_cast<Real>(p.softcap);
+      cap_out = static_cast<Real>(p.softcap) * log2e;
+    }
+    dropped = p.dropout_p > 0;
+    if (dropped) {
+      dropout = problem::dropout(p.seed, p.dropout_p);
+      survivor = p.dropout_p < 1 ? static_cast<Real>(1 / (1 - p.dropout_p)) : Real(0);
+    }
+  }
+};
+
+template <class Real>
+void fill_group(Group<Real>& g, const Problem& p, const problem::Sequence& s, int64_t kv_head, int64_t heads, int64_t begin,
+                int64_t end) {
+  g.lanes = static_cast<int>(end - begin);
+  g.vectors = (g.lanes + kWidth<Real> - 1) / kWidth<Real>;
+  g.row_begin = begin / heads;
+  g.row_end = (end - 1) / heads + 1;
+  for (int i = 0; i < kGroup<Real>; ++i) {
+    const int64_t lane = begin + (i < g.lanes ? i : g.lanes - 1);
+    const int64_t row = lane / heads, head = kv_head * heads + lane % heads;
+    g.row[i] = row;
+    g.head[i] = head;
+    g.slope[i] = p.alibi_slopes == nullptr ? Real(0)
+                                           : static_cast<const Real*>(p.alibi_slopes)[s.batch * p.alibi_batch + head] *
+                                                 problem::Softmax<Real>::kLog2e;
+    g.mask[i] = s.batch * p.mask.batch + head * p.mask.head + row * p.mask.row;
+  }
+}
+
+// ---- tiles read or drawn: [key][lane] -------------------------------------------------------------------------------------------
+template <class Real, class T>
+void mask_tile_of(const Problem& p, const Group<Real>& g, int64_t key, int64_t keys, Real* bias) {
+  const T* data = static_cast<const T*>(p.mask.data);
+  const Real log2e = problem::Softmax<Real>::kLog2e;
+  if constexpr (sizeof(T) == sizeof(Real) || sizeof(T) == 1 || (sizeof(T) == 2 && sizeof(Real) == 4)) {
+    if (p.mask.key == 1) {
+      const T* rows[kGroup<Real>];
+      for (int i = 0; i < kGroup<Real>; ++i) rows[i] = data + g.mask[i] + key;
+      return pack<Real, T>(rows, 0, keys, g.vectors, log2e, bias);
+    }
+  }
+  for (int i = 0; i < g.vectors * kWidth<Real>; ++i)
+    for (int64_t j = 0; j < keys; ++j)
+      bias[j * kGroup<Real> + i] = static_cast<Real>(widen(data[g.mask[i] + (key + j) * p.mask.key])) * log2e;
+}
+
+// What the mask adds, in log2 units.
+template <class Real>
+void mask_tile(const Problem& p, const Group<Real>& g, int64_t key, int64_t keys, Real* bias) {
+  switch (p.mask.dtype) {
+    case DType::kBool:
+      return mask_tile_of<Real, Bool>(p, g, key, keys, bias);
+    case DType::kFloat32:
+      return mask_tile_of<Real, float>(p, g, key, keys, bias);
+    case DType::kFloat64:
+      return mask_tile_of<Real, double>(p, g, key, keys, bias);
+    case DType::kBFloat16:
+      return mask_tile_of<Real, BFloat16>(p, g, key, keys, bias);
+    default:
+      return mask_tile_of<Real, Float16>(p, g, key, keys, bias);
+  }
+}
+
+// What dropout multiplies probabilities by.
+template <class Real>
+void dropout_tile(const Rules<Real>& rules, const Group<Real>& g, int64_t batch, int64_t key, int64_t keys, Real* factor) {
+  for (int i = 0; i < g.vectors * kWidth<Real>; ++i) {
+    const int64_t plane = batch * rules.p.heads + g.head[i], row = g.row[i];
+    for (int64_t j = 0; j < keys; ++j)
+      factor[j * kGroup<Real> + i] = rules.dropout.keeps(plane, row, key + j) ? rules.survivor : Real(0);
+  }
+}
+
+// ---- single vectors -------------------------------------------------------------------------------------------------------------
+FLASH_INLINE Vector<double> tanh(Vector<double> x) {
+  for (int i = 0; i < kWidth<double>; ++i) x[i] = __builtin_tanh(x[i]);
+  return x;
+}
+FLASH_INLINE Vector<float> tanh(Vector<float> x) {
+  const auto size = x < 0.0f ? -x : x;
+  const auto e = exp2<float>(size * -2.8853900817779268f);
+  const auto far = (1.0f - e) / (1.0f + e);
+  // Taylor series below 1/2, where 1 - e would cancel.
+  constexpr float kTerms[] = {21844.0f / 6081075, -1382.0f / 155925, 62.0f / 2835, -17.0f / 315, 2.0f / 15, -1.0f / 3};
+  const auto square = x * x;
+  auto near = set(kTerms[0]);
+  for (int i = 1; i < 6; ++i) near = fma(near, square, set(kTerms[i]));
+  near = fma(near * square, x, x);
+  return size < 0.5f ? near : x < 0.0f ? -far : far;
+}
+
+// Where lanes lie relative to the first key of a tile, as numbers that compare exactly with 0 .. keys - 1.
+template <class Real>
+struct Bounds {
+  Real first[kGroup<Real>], last[kGroup<Real>];  // keys a lane sees: first <= j <= last
+  Real diagonal[kGroup<Real>];
+
+  Bounds(const Group<Real>& g, const problem::Interval& interval, int64_t key, int64_t keys) {
+    for (int i = 0; i < g.vectors * kWidth<Real>; ++i) {
+      const problem::Span span = interval.row(g.row[i]);
+      const int64_t low = span.first - key, high = span.last - 1 - key;
+      first[i] = static_cast<Real>(low > keys ? keys : low < 0 ? 0 : low);
+      last[i] = static_cast<Real>(high > keys ? keys : high < -1 ? -1 : high);
+      diagonal[i] = static_cast<Real>(g.row[i] + interval.diagonal - key);
+    }
+  }
+};
+
+// One vector of scores in log2 units, -inf where masked. `capped` is the tanh of softcap.
+template <class Real>
+FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, int at, int64_t j,
+                                   const Real* bias, bool partial, Vector<Real> x, Vector<Real>* capped) {
+  const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity()), key = set(static_cast<Real>(j));
+  if (rules.modified) {
+    if (rules.cap_out > 0) {
+      *capped = tanh(x * set(rules.cap_in));
+      x = *capped * set(rules.cap_out);
+    } else {
+      x *= set(rules.to_log2);
+    }
+    if (rules.p.alibi_slopes) {
+      const Vector<Real> distance = load(bounds.diagonal + at) - key;
+      x -= load(g.slope + at) * (distance < 0 ? -distance : distance);
+    }
+    if (bias) {
+      const Vector<Real> add = load(bias + j * kGroup<Real> + at);
+      x = add == masked ? masked : x + add;
+    }
+  }
+  if (partial) x = (load(bounds.first + at) <= key) & (key <= load(bounds.last + at)) ? x : masked;
+  return x;
+}
+
+// ---- passes over a tile of `keys` rows ----------------------------------------------------------------------------------------
+// Scores become final; largest takes them in.
+template <class Real, int NV>
+FLASH_STAGE void adjust(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias, bool partial,
+                        int64_t keys, Real* tile, Real* largest) {
+  Vector<Real> capped;
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int at = v * kWidth<Real>;
+      Real* to = tile + j * kGroup<Real> + at;
+      const Vector<Real> x = adjusted(rules, g, bounds, at, j, bias, partial, load(to), &capped);
+      store(to, x);
+      store(largest + at, max(x, load(largest + at)));
+    }
+}
+
+// Scores become probabilities relative to the new maximum `after`; sum takes them in; factor is what earlier results shrink by.
+// Returns whether some lane's maximum moved.
+template <class Real, int NV>
+FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, Real* before, const Real* after, Real* sum,
+                              Real* factor) {
+  const Vector<Real> none = set(-std::numeric_limits<Real>::infinity()), c = set(unit), low = set(lowest);
+  Vector<Real> top[NV], even[NV], odd[NV];
+  bool moved = false;
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    const int at = v * kWidth<Real>;
+    const Vector<Real> old = load(before + at), now = load(after + at);
+    top[v] = now == none ? Vector<Real>{} : now;  // Softmax::reference
+    const auto same = old == now;
+    moved |= any(~same);
+    store(factor + at, same ? set(Real(1)) : exp2<Real>(old - top[v], c, low));
+    store(before + at, now);
+    even[v] = odd[v] = Vector<Real>{};
+  }
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2, tile += 2 * kGroup<Real>)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      Real* to = tile + v * kWidth<Real>;
+      const Vector<Real> x = exp2<Real>(load(to) - top[v], c, low);
+      const Vector<Real> y = exp2<Real>(load(to + kGroup<Real>) - top[v], c, low);
+      store(to, x);
+      store(to + kGroup<Real>, y);
+      even[v] += x;
+      odd[v] += y;
+    }
+  if (j < keys)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      Real* to = tile + v * kWidth<Real>;
+      const Vector<Real> x = exp2<Real>(load(to) - top[v], c, low);
+      store(to, x);
+      even[v] += x;
+    }
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    const int at = v * kWidth<Real>;
+    store(sum + at, fma(load(sum + at), load(factor + at), even[v] + odd[v]));
+  }
+  return moved;
+}
+
+template <class Real, int NV>
+FLASH_STAGE void drop(const Real* factor, int64_t keys, Real* tile) {
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int64_t at = j * kGroup<Real> + v * kWidth<Real>;
+      store(tile + at, load(tile + at) * load(factor + at));
+    }
+}
+
+// Backward. In: tile = scores as the product left them, gradient = d loss / d P. Out: tile = P after dropout, gradient = that of
+// query . key (chain) or of the score after softcap (else), both 0 where masked. lse2: log2 units, +inf for rows that saw nothing.
+template <class Real, int NV>
+FLASH_STAGE void differentiate(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias,
+                               const Real* keep, bool partial, bool chain, int64_t keys, Real* tile, Real* gradient,
+                               int64_t stride, const Real* lse2, const Real* delta) {
+  const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity());
+  for (int64_t j = 0; j < keys; ++j, tile += stride, gradient += stride)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int at = v * kWidth<Real>;
+      Vector<Real> capped = {}, x = load(tile + at), dp = load(gradient + at);
+      x = adjusted(rules, g, bounds, at, j, bias, partial, x, &capped);
+      Vector<Real> p = exp2<Real>(fma(x, set(rules.unit), -load(lse2 + at)));
+      Vector<Real> kept = p;
+      if (keep) {
+        const Vector<Real> factor = load(keep + j * kGroup<Real> + at);
+        kept *= factor;
+        dp *= factor;
+      }
+      Vector<Real> ds = p * (dp - load(delta + at));
+      if (chain && rules.cap_out > 0) ds *= set(Real(1)) - capped * capped;
+      store(tile + at, kept);
+      store(gradient + at, x == masked ? Vector<Real>{} : ds);
+    }
+}
+
+// The same without modifiers on a block that every lane sees.
+template <class Real, int NV>
+FLASH_STAGE void differentiate_plain(Real unit, int64_t keys, Real* tile, Real* gradient, int64_t stride, const Real* lse2,
+                                     const Real* delta) {
+  Vector<Real> l[NV], d[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) l[v] = load(lse2 + v * kWidth<Real>), d[v] = load(delta + v * kWidth<Real>);
+  for (int64_t j = 0; j < keys; ++j, tile += stride, gradient += stride)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int at = v * kWidth<Real>;
+      const Vector<Real> p = exp2<Real>(fma(load(tile + at), set(unit), -l[v]));
+      store(tile + at, p);
+      store(gradient + at, p * (load(gradient + at) - d[v]));
+    }
+}
+
+}  // namespace
+}  // namespace flash::cpu

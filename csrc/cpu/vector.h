@@ -1,0 +1,215 @@
+// cpu/vector.h: one register of numbers. The compiler's generic vectors, as wide as the instruction set this file is compiled for;
+// intrinsics only where the generic form is missing or slow. Internal linkage: every instruction set has its own copy.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/number.h"
+
+#define FLASH_INLINE inline __attribute__((always_inline))
+#define FLASH_LAMBDA __attribute__((always_inline))
+
+namespace flash::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#else
+constexpr int kVectorBytes = 16, kRegisters = 16;
+#endif
+
+// A bool mask read as a bias: 0 where True, -inf where False.
+struct Bool {
+  uint8_t value;
+};
+inline float widen(Bool x) { return x.value ? 0.0f : -std::numeric_limits<float>::infinity(); }
+
+template <class Real>
+struct Types;
+template <>
+struct Types<float> {
+  typedef float V __attribute__((vector_size(kVectorBytes)));
+  typedef float Loose __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Unsigned __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+  typedef uint8_t Byte __attribute__((vector_size(kVectorBytes / 4)));
+};
+template <>
+struct Types<double> {
+  typedef double V __attribute__((vector_size(kVectorBytes)));
+  typedef double Loose __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Unsigned __attribute__((vector_size(kVectorBytes)));
+  typedef uint8_t Byte __attribute__((vector_size(kVectorBytes / 8)));
+};
+
+template <class Real>
+using Vector = typename Types<Real>::V;
+template <class Real>
+constexpr int kWidth = kVectorBytes / sizeof(Real);
+
+template <class Real>
+FLASH_INLINE Vector<Real> set(Real x) {
+  return x - Vector<Real>{};
+}
+
+FLASH_INLINE Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+FLASH_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The second argument where either is NaN.
+template <class V>
+FLASH_INLINE V max(V a, V b) {
+  return a > b ? a : b;
+}
+template <class V>
+FLASH_INLINE V min(V a, V b) {
+  return a < b ? a : b;
+}
+
+template <class Mask>
+FLASH_INLINE bool any(Mask mask) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return _mm256_movemask_epi8((__m256i)mask) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < static_cast<int>(sizeof(Mask) / sizeof(mask[0])); ++i) found |= mask[i] != 0;
+  return found;
+#endif
+}
+
+// ---- unaligned loads, widened -------------------------------------------------------------------------------------------------
+FLASH_INLINE Vector<float> load(const float* p) { return *reinterpret_cast<const Types<float>::Loose*>(p); }
+FLASH_INLINE Vector<double> load(const double* p) { return *reinterpret_cast<const Types<double>::Loose*>(p); }
+FLASH_INLINE Vector<float> load(const BFloat16* p) {
+  Types<float>::Half half;
+  std::memcpy(&half, p, sizeof(half));
+  return (Vector<float>)(__builtin_convertvector(half, Types<float>::Unsigned) << 16);
+}
+FLASH_INLINE Vector<float> load(const Float16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vector<float> x;
+  for (int i = 0; i < kWidth<float>; ++i) x[i] = widen(p[i]);
+  return x;
+#endif
+}
+template <class Real>
+FLASH_INLINE Vector<Real> load(const Bool* p) {
+  typename Types<Real>::Byte bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  const auto keep = __builtin_convertvector(bytes, typename Types<Real>::Int) != 0;
+  return keep ? Vector<Real>{} : set<Real>(-std::numeric_limits<Real>::infinity());
+}
+template <class Real, class T>
+FLASH_INLINE Vector<Real> load(const T* p) {
+  return load(p);
+}
+
+// ---- stores, rounded to nearest even ------------------------------------------------------------------------------------------
+FLASH_INLINE void store(float* p, Vector<float> x) { *reinterpret_cast<Types<float>::Loose*>(p) = x; }
+FLASH_INLINE void store(double* p, Vector<double> x) { *reinterpret_cast<Types<double>::Loose*>(p) = x; }
+FLASH_INLINE void store(BFloat16* p, Vector<float> x) {
+  using Unsigned = Types<float>::Unsigned;
+  const Unsigned bits = (Unsigned)x, odd = bits >> 16 & 1u;
+  const Unsigned rounded = (bits + (odd + 0x7fffu)) >> 16, quiet = bits >> 16 | 0x40u;
+  const auto half = __builtin_convertvector((Unsigned)(x == x) ? rounded : quiet, Types<float>::Half);
+  std::memcpy(p, &half, sizeof(half));
+}
+FLASH_INLINE void store(Float16* p, Vector<float> x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kWidth<float>; ++i) narrow(x[i], p + i);
+#endif
+}
+
+// The first n < kWidth elements of a row that ends there; the others are 0.
+template <class Real, class T>
+FLASH_INLINE Vector<Real> load_part(const T* p, int n) {
+  T part[kWidth<Real>] = {};
+  std::memcpy(part, p, n * sizeof(T));
+  return load<Real>(part);
+}
+template <class Real, class T>
+FLASH_INLINE void store_part(T* p, Vector<Real> x, int n) {
+  T part[kWidth<Real>];
+  store(part, x);
+  std::memcpy(p, part, n * sizeof(T));
+}
+
+// ---- elementary functions -----------------------------------------------------------------------------------------------------
+template <class Real>
+struct Exp2;
+template <>
+struct Exp2<float> {
+  static constexpr float kLowest = -127, kHighest = 128, kMagic = 0x1.8p23f + 127;  // adding kMagic rounds to an integer in the low bits
+  static constexpr int kMantissa = 23;
+  // 2^f - 1 over f for |f| <= 1/2, minimax with the constant of 2^f pinned to 1: 2^0 is exactly 1.
+  static constexpr float kTerms[] = {0x1.5bba14p-10f, 0x1.3cea88p-7f, 0x1.c6b752p-5f, 0x1.ebf9bcp-3f, 0x1.62e42ap-1f};
+};
+template <>
+struct Exp2<double> {
+  static constexpr double kLowest = -1023, kHighest = 1024, kMagic = 0x1.8p52 + 1023;
+  static constexpr int kMantissa = 52;
+  // Taylor series: the next term is below 2^-57.
+  static constexpr double kTerms[] = {
+      0x1.816193166d0f9p-40, 0x1.c3bd650fc2986p-36, 0x1.e8cac7351bb25p-32, 0x1.e4cf5158b8ecap-28,
+      0x1.b5253d395e7c4p-24, 0x1.62c0223a5c824p-20, 0x1.ffcbfc588b0c7p-17, 0x1.430912f86c787p-13,
+      0x1.5d87fe78a6731p-10, 0x1.3b2ab6fba4e77p-7, 0x1.c6b08d704a0c0p-5, 0x1.ebfbdff82c58fp-3,
+      0x1.62e42fefa39efp-1};
+};
+
+// 2^(x * c), c > 0. 0 where x * c < -127 (the subnormal numbers too), NaN where x is. lowest: lowest_of(c). x * c <= 128.
+template <class Real>
+FLASH_INLINE Vector<Real> exp2(Vector<Real> x, Vector<Real> c, Vector<Real> lowest) {
+  using E = Exp2<Real>;
+  x = max(lowest, x);
+  const Vector<Real> sum = fma(x, c, set(E::kMagic));
+  const Vector<Real> fraction = fma(x, c, set(E::kMagic) - sum);
+  constexpr int kCount = sizeof(E::kTerms) / sizeof(Real);
+  Vector<Real> p = set(E::kTerms[0]);
+#pragma GCC unroll 16
+  for (int i = 1; i < kCount; ++i) p = fma(p, fraction, set(E::kTerms[i]));
+  p = fma(p, fraction, set(Real(1)));
+  return p * (Vector<Real>)((typename Types<Real>::Int)sum << E::kMantissa);
+}
+template <class Real>
+inline Real lowest_of(Real c) {
+  return Exp2<Real>::kLowest / c;
+}
+
+template <class Real>
+FLASH_INLINE Vector<Real> exp2(Vector<Real> x) {
+  return exp2<Real>(min(set(Exp2<Real>::kHighest), x), set(Real(1)), set(Exp2<Real>::kLowest));
+}
+
+}  // namespace
+}  // namespace flash::cpu
