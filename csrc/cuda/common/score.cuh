@@ -182,30 +182,46 @@ struct MaskPlace {
   bool inside;                 // no column of the fragment lies beyond
 };
 
-// The mask's values for one line of a fragment; line: from the corner. What lies past the end gets the value of the last line or
-// column: it is hidden afterwards (a tile that reaches past the end is PARTIAL) or never stored.
-template <bool kTransposed, class Element, int kJ>
-__device__ __forceinline__ void read_line(float (&v)[2 * kJ], const void* data, const MaskPlace& m, int line, int column) {
+// The mask's values for a fragment, all reads under way at once. What lies past the end gets the value of the last line or column: it
+// is hidden afterwards (a tile that reaches past the end is PARTIAL) or never stored.
+template <bool kTransposed, class Element, int kI, int kJ>
+__device__ __forceinline__ void read_mask(float (&v)[kI][kJ][4], const void* data, const MaskPlace& m, const Place& at) {
   const Element* corner = static_cast<const Element*>(data) + m.corner;
-  const Element* from = corner + min(line, m.last_line) * m.line_stride;
-  // Lines of keys are mostly dense. Lines of rows are mostly broadcast, or far apart.
+  // Columns that are keys are mostly dense; columns that are rows are mostly broadcast, or far apart.
   const bool pairs = !kTransposed && m.inside && m.column_stride == 1 && m.line_stride % 2 == 0 &&
                      reinterpret_cast<uint64_t>(corner) % (2 * sizeof(Element)) == 0;
+  const auto line = [&](int i, int half) { return corner + min(at.line + i * 16 + half * 8, m.last_line) * m.line_stride; };
   if (pairs) {
 #pragma unroll
-    for (int j = 0; j < kJ; ++j) {
-      const Pair<Element> pair = read_pair(from + column + j * 8);
-      v[2 * j] = addend(pair.low);
-      v[2 * j + 1] = addend(pair.high);
-    }
-  } else if (kTransposed && m.column_stride == 0) {
-    const float broadcast = addend(read_one(from));
+    for (int i = 0; i < kI; ++i)
 #pragma unroll
-    for (int n = 0; n < 2 * kJ; ++n) v[n] = broadcast;
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < kJ; ++j) {
+          const Pair<Element> pair = read_pair(line(i, half) + at.column + j * 8);
+          v[i][j][2 * half] = addend(pair.low);
+          v[i][j][2 * half + 1] = addend(pair.high);
+        }
+  } else if (kTransposed && m.column_stride == 0) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float broadcast = addend(read_one(line(i, half)));
+#pragma unroll
+        for (int j = 0; j < kJ; ++j) v[i][j][2 * half] = v[i][j][2 * half + 1] = broadcast;
+      }
   } else {
 #pragma unroll
-    for (int n = 0; n < 2 * kJ; ++n)
-      v[n] = addend(read_one(from + min(column + n / 2 * 8 + n % 2, m.last_column) * m.column_stride));
+    for (int j = 0; j < kJ; ++j)
+#pragma unroll
+      for (int f = 0; f < 2; ++f) {
+        const int64_t column = min(at.column + j * 8 + f, m.last_column) * m.column_stride;
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) v[i][j][2 * half + f] = addend(read_one(line(i, half) + column));
+      }
   }
 }
 
@@ -230,25 +246,20 @@ __device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::M
   m.last_line = narrow((kTransposed ? keys - at.key : rows - at.row) - 1);
   m.last_column = narrow((kTransposed ? rows - at.row : keys - at.key) - 1);
   m.inside = (at.column & ~7) + kJ * 8 - 1 <= m.last_column;
+  float v[kI][kJ][4];
+  if (mask.dtype == problem::DType::kBool) {
+    read_mask<kTransposed, bool>(v, mask.data, m, at);
+  } else if (sizeof(T) != 2 || mask.dtype == problem::DType::kFloat32) {
+    read_mask<kTransposed, float>(v, mask.data, m, at);
+  } else if constexpr (sizeof(T) == 2) {
+    read_mask<kTransposed, T>(v, mask.data, m, at);
+  }
 #pragma unroll
   for (int i = 0; i < kI; ++i)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = at.line + i * 16 + half * 8;
-      float v[2 * kJ];
-      if (mask.dtype == problem::DType::kBool) {
-        read_line<kTransposed, bool, kJ>(v, mask.data, m, line, at.column);
-      } else if (sizeof(T) != 2 || mask.dtype == problem::DType::kFloat32) {
-        read_line<kTransposed, float, kJ>(v, mask.data, m, line, at.column);
-      } else if constexpr (sizeof(T) == 2) {
-        read_line<kTransposed, T, kJ>(v, mask.data, m, line, at.column);
-      }
+    for (int j = 0; j < kJ; ++j)
 #pragma unroll
-      for (int n = 0; n < 2 * kJ; ++n) {
-        float& x = s[i][n / 2][2 * half + n % 2];
-        x = masked_score(x, v[n], unit);
-      }
-    }
+      for (int e = 0; e < 4; ++e) s[i][j][e] = masked_score(s[i][j][e], v[i][j][e], unit);
 }
 
 // Second step: ALiBi, then the mask, in units of scores of which one is `log2_scale` log2 units. T: dtype of the query.

@@ -22,9 +22,9 @@ struct Forward {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kBlocks = kRows / kTile.warps / 16;      // blocks of 16 rows per warp
   static constexpr int kSteps = kDim / 16;                      // k16 steps of Q K^T, column blocks of P V
-  static constexpr int kExact = kKeys < 64 ? kKeys : 64;        // keys of one pass of exact()
   static constexpr int kChunk = 32;                             // keys of one chunk of woven()
   static constexpr bool kPlain = kTile.plain;
+  static constexpr int kExact = kPlain ? 64 : 32;               // keys of one pass of exact(); modifiers need registers too
   static constexpr bool kQueryInRegisters = kTile.body == cuda::Body::kWoven && kDim <= 64;
   using Layout = tile::Swizzled<kDim>;
   using QueryLoader = tile::Loader<Layout, kRows, kThreads>;
