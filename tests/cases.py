@@ -103,6 +103,17 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, random_seed: int = 
     )
 
 
+def rows_first(
+    device: str, rows: int = 33, keys: int | None = None, batch: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 16
+) -> list[Tensor]:
+    """query, key, value [batch, heads, rows, head_dim] as models have them: views of [batch, rows, heads, head_dim] memory."""
+    keys = rows if keys is None else keys
+    return [
+        torch.randn(batch, size, h, head_dim, device=device).transpose(1, 2).requires_grad_()
+        for h, size in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+    ]
+
+
 # Lengths: every size once as rows and once as keys, never the same pair of remainders twice.
 LENGTHS = [
     Case(f"L{rows}-S{keys}", rows=rows, keys=keys, head_dim=32)

@@ -9,10 +9,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
-import reference
 import torch
-from cases import Case, Inputs
 from torch import Tensor
+
+import reference
+from cases import Case, Inputs
 
 FORWARD, GRADIENT = 2.0, 3.0
 # Absolute terms, per unit of the largest true value: a few roundings of the accumulate type.

@@ -8,12 +8,13 @@ import math
 import pickle
 import threading
 
-import flash_attn_ext
 import pytest
-import reference
 import torch
-from cases import Case, make_inputs
 from torch.utils.checkpoint import checkpoint
+
+import flash_attn_ext
+import reference
+from cases import Case, make_inputs
 
 forward = torch.ops.flash.attention_forward
 attention = torch.ops.flash.attention
@@ -102,13 +103,15 @@ def test_public_operator_and_python_function(device: str):
     assert torch.autograd.gradgradcheck(lambda *x: attention(*x, is_causal=True), leaves)
     sinks = torch.randn(2, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda q, k, v, m, s: flash_attn_ext.attention(q, k, v, m, sinks=s, softcap=2.0, return_lse=True), (*leaves, mask, sinks)
+        lambda q, k, v, m, s: flash_attn_ext.attention(q, k, v, m, sinks=s, softcap=2.0, return_lse=True),
+        (*leaves, mask, sinks),
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gradient_penalty(dtype: torch.dtype, device: str):
     """F1, pytorch/pytorch#116350: grad with create_graph, a penalty on it, then backward."""
+
     def penalty(function, kind):
         torch.manual_seed(1)
         leaves = [torch.randn(2, 4, 32, 16, device=device).to(dtype).to(kind).requires_grad_() for _ in range(3)]

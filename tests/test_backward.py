@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
+
+import reference
 from cases import DENSE, Case, make_inputs
 from compare import DTYPES, GRADIENTS, check, compare, dtype_name, poisoned, run_flash, run_reference, tensors_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from compare import poisoned
 
 pytestmark = [pytest.mark.cuda, pytest.mark.big]
@@ -45,7 +46,9 @@ def compare_samples(tensors, samples, **options) -> None:
             torch.testing.assert_close(whole[index], part[0], rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("shape", [(65536, 8, 4, 64), (100000, 1, 10, 16), (65536, 1, 16, 80), (1, 65536, 10, 16), (1, 71280, 3, 128)])
+@pytest.mark.parametrize(
+    "shape", [(65536, 8, 4, 64), (100000, 1, 10, 16), (65536, 1, 16, 80), (1, 65536, 10, 16), (1, 71280, 3, 128)]
+)
 def test_many_batches_and_heads(shape, memory):
     """S1, S2: more than 65535 batches or heads; strides of the fake kernel agree (S5)."""
     device = memory(8)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-import flash_attn_ext
 import pytest
-import reference
 import torch
+
+import flash_attn_ext
+import reference
 
 forward = torch.ops.flash.attention_forward
 

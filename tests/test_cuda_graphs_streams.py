@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from cases import Case, make_inputs
 
 pytestmark = pytest.mark.cuda
@@ -27,7 +28,9 @@ def leaves_of(case: Case, device: str, dtype: torch.dtype = torch.bfloat16):
 
 
 def both_ways(case: Case, inputs, leaves):
-    out, lse = forward(*leaves[:3], inputs.mask, inputs.alibi_slopes, inputs.sinks, inputs.seed, **case.options, deterministic=True)
+    out, lse = forward(
+        *leaves[:3], inputs.mask, inputs.alibi_slopes, inputs.sinks, inputs.seed, **case.options, deterministic=True
+    )
     return [out, lse, *torch.autograd.grad([out, lse], leaves, [inputs.grad_out, inputs.grad_lse])]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from cases import COMBINED, Case, make_inputs
 from compare import dtype_name, run_flash
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import flash_attn_ext
 import pytest
-import reference
 import torch
+
+import flash_attn_ext
+import reference
 from cases import Case, make_inputs
 from compare import check, dtype_name
 
@@ -86,7 +87,17 @@ def test_kept_fraction(p: float, device: str):
 def test_elements_are_independent(device: str):
     """Neighbours in every direction, and the places that share one call of the generator, do not correlate."""
     keep = dropout_mask(make_seed(device), (4, 4, 256, 256), 0.5).double() * 2 - 1
-    for shift in ((0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 0, 8), (0, 0, 8, 0), (0, 0, 8, 8), (0, 0, 16, 0), (0, 0, 0, 16), (0, 1, 0, 0), (1, 0, 0, 0)):
+    for shift in (
+        (0, 0, 0, 1),
+        (0, 0, 1, 0),
+        (0, 0, 0, 8),
+        (0, 0, 8, 0),
+        (0, 0, 8, 8),
+        (0, 0, 16, 0),
+        (0, 0, 0, 16),
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+    ):
         rolled = keep.roll(shift, (0, 1, 2, 3))
         assert abs((keep * rolled).mean().item()) < 5 / keep.numel() ** 0.5, shift
 

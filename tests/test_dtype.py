@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import flash_attn_ext
 import pytest
 import torch
+
+import flash_attn_ext
 from compare import DTYPES, accumulate_type, dtype_name
 
 attention = torch.ops.flash.attention

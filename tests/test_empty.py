@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from compare import dtype_name, poisoned
 
 forward = torch.ops.flash.attention_forward

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import flash_attn_ext
 import pytest
 import torch
+
+import flash_attn_ext
 
 
 def explain(device: str, *shapes, dtype: torch.dtype = torch.float32, **options) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
+
+import reference
 from cases import DENSE, SIZES, Case, make_inputs
 from compare import DTYPES, FORWARD, accumulate_type, assert_within, check, dtype_name, run_flash
 

@@ -69,7 +69,9 @@ def test_second_derivative(device: str):
     assert_same(grad(inner)(query), second)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, 0, 2), (None, 0, 0), (0, None, None), (0, 0, None), (None, 0, None)], ids=str)
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0), (1, 0, 2), (None, 0, 0), (0, None, None), (0, 0, None), (None, 0, None)], ids=str
+)
 @pytest.mark.parametrize("leading", [(), (3,), (2, 2)], ids=["rank3", "rank4", "rank5"])
 def test_vmap(in_dims, leading, device: str):
     """F3: mapped and unmapped operands, at any place, for every rank."""
@@ -98,7 +100,7 @@ def test_vmap_with_a_mask(kind: str, mask_dim, size, device: str):
 
 def test_vmap_of_the_inner_operator(device: str):
     """Sinks, slopes, grouped heads and lse under vmap(grad), each mapped or not."""
-    query, key, value = ([random(3, *x.shape, device=device) for x in operands(device, 2, heads=4, kv_heads=2)])
+    query, key, value = [random(3, *x.shape, device=device) for x in operands(device, 2, heads=4, kv_heads=2)]
     sinks, slopes = random(3, 4, device=device), random(4, device=device).abs()
 
     def inner_loss(query, key, value, sinks, slopes):
@@ -121,7 +123,10 @@ def test_vmap_of_vmap(device: str):
     assert_same(vmap(vmap(attention))(*leaves), expected)
     query = leaves[0]
     inner_only_keys = vmap(vmap(attention, (None, 0, 0)))(query[:, 0], *leaves[1:])
-    assert_same(inner_only_keys, torch.stack([loop(attention, (query[i, 0], leaves[1][i], leaves[2][i]), (None, 0, 0)) for i in range(3)]))
+    assert_same(
+        inner_only_keys,
+        torch.stack([loop(attention, (query[i, 0], leaves[1][i], leaves[2][i]), (None, 0, 0)) for i in range(3)]),
+    )
 
 
 def test_jacobian(device: str):
@@ -135,22 +140,25 @@ def test_jacobian(device: str):
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual numbers"])
-def test_forward_mode_says_what_to_do(transform: str, device: str):
+def through_dual_numbers(function, query):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(query, torch.ones_like(query)))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda function, query: jvp(function, (query,), (torch.ones_like(query),)),
+        lambda function, query: jacfwd(function)(query),
+        through_dual_numbers,
+    ],
+    ids=["jvp", "jacfwd", "dual numbers"],
+)
+def test_forward_mode_says_what_to_do(transform, device: str):
     """F2: no forward-mode derivative, and an error that names the way out."""
     query, key, value = operands(device, 1)
-
-    def function(query):
-        return attention(query, key, value)
-
     with pytest.raises(NotImplementedError, match="forward-mode.*(jacrev|vjp)"):
-        if transform == "jvp":
-            jvp(function, (query,), (torch.ones_like(query),))
-        elif transform == "jacfwd":
-            jacfwd(function)(query)
-        else:
-            with torch.autograd.forward_ad.dual_level():
-                function(torch.autograd.forward_ad.make_dual(query, torch.ones_like(query)))
+        transform(lambda query: attention(query, key, value), query)
 
 
 def test_dropout_under_vmap(device: str):

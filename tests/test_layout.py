@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from compare import dtype_name, poisoned
 
 attention = torch.ops.flash.attention
@@ -85,7 +86,8 @@ def test_strides_of_single_dimensions_are_ignored(shape, stride: int, device: st
     tensors = [torch.randn(shape, device=device) for _ in range(3)]
     expected = run(*tensors)
     absurd = [
-        x.as_strided(shape, [stride if size == 1 else own for size, own in zip(shape, x.stride(), strict=True)]) for x in tensors
+        x.as_strided(shape, [stride if size == 1 else own for size, own in zip(shape, x.stride(), strict=True)])
+        for x in tensors
     ]
     result = run(*absurd)
     assert_same(result, expected)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
+
+import reference
 from compare import poisoned
 
 BATCH, HEADS, ROWS, KEYS, HEAD_DIM = 3, 4, 21, 37, 16

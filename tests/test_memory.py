@@ -104,7 +104,9 @@ def cpu_memory() -> dict[str, list[int]]:
         pytest.skip("this system cannot reset the peak of a process's resident set")
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="2")
     code = "import test_memory; test_memory.measure_all()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

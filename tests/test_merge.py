@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-import flash_attn_ext
 import pytest
-import reference
 import torch
+
+import flash_attn_ext
+import reference
 from cases import Case, make_inputs
 from compare import DTYPES, FORWARD, accumulate_type, assert_within, dtype_name, poisoned, run_flash
 
@@ -106,7 +107,9 @@ def test_gradients(device: str):
 
 def test_gradients_of_the_whole_through_merge(device: str):
     """Attention over two halves of the keys, merged, has the gradients of one call."""
-    query, key, value = (torch.randn(1, 2, size, 8, dtype=torch.float64, device=device, requires_grad=True) for size in (9, 20, 20))
+    query, key, value = (
+        torch.randn(1, 2, size, 8, dtype=torch.float64, device=device, requires_grad=True) for size in (9, 20, 20)
+    )
     parts = [forward(query, key[:, :, part], value[:, :, part]) for part in (slice(0, 13), slice(13, 20))]
     grad = torch.randn(1, 2, 9, 8, dtype=torch.float64, device=device)
     mine = torch.autograd.grad(merge(*parts[0], *parts[1])[0], (query, key, value), grad)

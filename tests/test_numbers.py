@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
+
+import reference
 from cases import Case, make_inputs
 from compare import DTYPES, FORWARD, assert_within, check, compare, differentiate, dtype_name, poisoned
 

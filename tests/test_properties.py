@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
-from cases import Case, Inputs, make_inputs
-from compare import check, run_flash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from cases import Case, Inputs, make_inputs
+from compare import check, run_flash
 
 # The same examples on every run; FLASH_TEST_EXAMPLES asks for more of them, drawn anew each time.
 EXAMPLES = int(os.environ.get("FLASH_TEST_EXAMPLES", "0"))

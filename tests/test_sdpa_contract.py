@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 
-import flash_attn_ext
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import flash_attn_ext
 
 flash = torch.ops.flash.attention
 
@@ -138,9 +139,7 @@ def test_torchs_own_samples(dtype: torch.dtype, device: str):
         ours, theirs = (function(sample.input, *sample.args, **sample.kwargs) for function in (flash, sdpa))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         leaves = [x for x in (sample.input, *sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
-        for mine, true in zip(
-            torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves), strict=True
-        ):
+        for mine, true in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves), strict=True):
             torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
         count += 1
     assert count >= 4
@@ -162,7 +161,9 @@ def refusals() -> list:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, arguments, options, text", refusals(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name, arguments, options, text", refusals(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_errors_are_sdpas(name: str, arguments, options: dict, text: str):
     if "Explicit" not in text or not text.startswith("_"):
         with pytest.raises(RuntimeError, match=text):
@@ -280,6 +281,10 @@ def test_python_function_takes_every_rank(leading: tuple[int, ...], device: str)
 
 def test_result_is_never_an_alias():
     query = torch.randn(1, 1, 1, 8)
-    for out in (flash(query, query, query), flash(query[..., :0, :], query, query), flash(query, query[..., :0, :], query[..., :0, :])):
+    for out in (
+        flash(query, query, query),
+        flash(query[..., :0, :], query, query),
+        flash(query, query[..., :0, :], query[..., :0, :]),
+    ):
         assert out.untyped_storage().data_ptr() != query.untyped_storage().data_ptr() or out.numel() == 0
         assert not out._is_view()
