@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-HOT = re.compile(r"::sm\d+::.*(forward|backward|dquery)\w*kernel")
+HOT = re.compile(r"^(sm\d+)::(forward|backward)\w*kernel")
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Kernel:
     spill_stores: int  # bytes per thread
     spill_loads: int
     code_bytes: int | None  # of machine code; None without cuobjdump
-    source_seconds: float  # of the whole source file, all architectures
+    source_seconds: float  # of one core, for the whole source file and all architectures; a ccache hit is nearly none
 
     @property
     def local_array(self) -> bool:
@@ -53,11 +53,11 @@ def tool(name: str) -> str | None:
 
 
 def demangle(names: list[str]) -> dict[str, str]:
-    """mangled -> readable, without the arguments and the project's outer namespaces."""
+    """mangled -> readable, without return types and the namespaces that all kernels share."""
     if not names or not shutil.which("c++filt"):
         return {name: name for name in names}
     text = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    short = [re.sub(r"^void |\(anonymous namespace\)::|flash::(?=cuda::)", "", line) for line in text.splitlines()]
+    short = [re.sub(r"^void |\(anonymous namespace\)::|flash::|cuda::", "", line) for line in text.splitlines()]
     return dict(zip(names, short, strict=True))
 
 
