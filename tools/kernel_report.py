@@ -103,7 +103,7 @@ def read(report: Path, build: Path, cuobjdump: str | None) -> list[Kernel]:
         kernels.append(Kernel(source, arch, name, int(registers[1]), stack, stores, loads, sizes.get((arch, name)), seconds))
     readable = demangle([kernel.kernel for kernel in kernels])
     for kernel in kernels:
-        kernel.kernel = re.sub(r"\(.*", "", readable[kernel.kernel])
+        kernel.kernel = re.sub(r"\(\w[\w:]*\)", "", readable[kernel.kernel])  # casts of enums
     return kernels
 
 
