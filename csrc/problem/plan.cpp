@@ -13,6 +13,8 @@ namespace {
 
 constexpr int64_t kMaxBlocks = 2147483647;  // CUDA C++ Programming Guide, compute capabilities: x dimension of a grid
 
+constexpr int64_t kReservedMemory = 1024;   // the same: shared memory that the system takes of every block
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The widest access, up to 16 bytes, that base, strides and length of every row of an operand are multiples of.
@@ -93,8 +95,11 @@ Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
   plan.tile_rows = row.rows;
   plan.tile_keys = row.keys;
   const int64_t blocks = pieces(p, p.heads, p.rows, p.total_rows, row.rows);
-  if (!p.fp64())
-    plan.splits = choose_splits(blocks, int64_t{device.multiprocessors} * row.resident, key_tiles(p, row.rows, row.keys));
+  if (!p.fp64()) {
+    const int64_t block_memory = cuda::forward_shared_bytes(row, size_of(p.dtype)) + kReservedMemory;
+    const int64_t resident = std::min<int64_t>(row.resident, std::max<int64_t>(1, device.multiprocessor_memory / block_memory));
+    plan.splits = choose_splits(blocks, device.multiprocessors * resident, key_tiles(p, row.rows, row.keys));
+  }
   plan.blocks = blocks * plan.splits;
   plan.workspace_bytes = cuda::forward_workspace(p, plan.splits);
   return plan;
