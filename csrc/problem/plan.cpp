@@ -12,7 +12,6 @@ namespace flash::problem {
 namespace {
 
 constexpr int64_t kMaxBlocks = 2147483647;  // CUDA C++ Programming Guide, compute capabilities: x dimension of a grid
-
 constexpr int64_t kReservedMemory = 1024;   // the same: shared memory that the system takes of every block
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
