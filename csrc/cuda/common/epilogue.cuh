@@ -26,6 +26,7 @@ __device__ __forceinline__ RowsOut<Real> rows_out(const Call& call, const Block&
   RowsOut<Real> out;
   out.sink = p.sinks != nullptr && block.split == 0 ? static_cast<const Real*>(p.sinks) + block.head : nullptr;
   out.keep_scale = call.modifiers.keep_scale;
+  if constexpr (sizeof(Real) == sizeof(double)) out.keep_scale = p.dropout_p < 1 ? 1 / (1 - p.dropout_p) : 0;
   out.lse = p.lse != nullptr ? static_cast<Real*>(p.lse) + at : nullptr;
   out.part = nullptr;
   out.rows = block.rows;

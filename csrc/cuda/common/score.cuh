@@ -225,14 +225,15 @@ __device__ __forceinline__ void read_mask(float (&v)[kI][kJ][4], const void* dat
   }
 }
 
-// Finite masks such as -FLT_MAX are cut here: in log2 units they would overflow to -inf, and beyond 2^26 the rounding of score
-// minus maximum is no longer small against 1. Differences between scores this far down were lost in the sum already.
+// Finite masks such as -FLT_MAX are cut here, and the score beside them is dropped, as it is in an fp32 sum: in log2 units they would
+// overflow to -inf, and beyond 2^26 the rounding of score minus maximum is no longer small against 1.
 inline constexpr float kMaskFloor = -3e7f;
 
 // -inf hides a key whatever its score, NaN too; a NaN in the mask stays. unit: score units per natural unit.
-__device__ __forceinline__ float masked_score(float score, float mask, float unit) {
-  const float sum = fmaf(unit, mask < kMaskFloor ? kMaskFloor : mask, score);
-  return mask == -INFINITY ? -INFINITY : sum;
+template <class Real>
+__device__ __forceinline__ Real masked_score(Real score, Real mask, Real unit) {
+  const Real sum = mask < Real(kMaskFloor) ? unit * Real(kMaskFloor) : unit * mask + score;
+  return mask == -Real(INFINITY) ? -Real(INFINITY) : sum;
 }
 
 // T: dtype of the query; a float mask is fp32 or of that type.

@@ -239,9 +239,7 @@ class ScalarGradients {
            static_cast<Real>(distance < 0 ? -distance : distance);
     }
     if (const problem::Mask& m = p_.mask; m.data != nullptr) {
-      const Real mask = mask_value(m, batch * m.batch + head_ * m.head + row * m.row + key * m.key);
-      // As common::masked_score.
-      x = mask == -Real(INFINITY) ? mask : x + (mask < Real(common::kMaskFloor) ? Real(common::kMaskFloor) : mask);
+      x = common::masked_score(x, Real(mask_value(m, batch * m.batch + head_ * m.head + row * m.row + key * m.key)), Real(1));
     }
     const int64_t place = problem::lse_offset(p_, batch, head_, sequence_.row + row);
     const Real lse = static_cast<const Real*>(p_.lse)[place], delta = static_cast<const Real*>(call_.gradients.delta)[place];

@@ -34,9 +34,8 @@ struct ForwardFma {
       score -= static_cast<const Real*>(p.alibi_slopes)[batch * p.alibi_batch + block.head] * Real(distance < 0 ? -distance : distance);
     }
     if (p.mask.data != nullptr) {
-      const Real mask =
-          read_mask(p.mask, batch * p.mask.batch + block.head * p.mask.head + row * p.mask.row + key * p.mask.key);
-      score = mask == -Real(INFINITY) ? mask : score + (mask < Real(common::kMaskFloor) ? Real(common::kMaskFloor) : mask);
+      const int64_t at = batch * p.mask.batch + block.head * p.mask.head + row * p.mask.row + key * p.mask.key;
+      score = common::masked_score(score, read_mask(p.mask, at), Real(1));
     }
     return score * Softmax::kLog2e;
   }
