@@ -13,6 +13,12 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 }  // namespace
 
+Tensor call_attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
+                      bool is_causal, OptDouble scale, bool enable_gqa) {
+  static const auto op = find<decltype(call_attention)>("flash::attention");
+  return op.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
 OutLse call_forward(const Inputs& in, const Options& o) {
   if (in.packed != nullptr) {
     static const auto op = find<decltype(flat_varlen_forward<nullptr>)>("flash::attention_varlen_forward");
@@ -53,6 +59,12 @@ OutLse call_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
 Tensor call_dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p) {
   static const auto op = find<Tensor(const Tensor&, c10::SymIntArrayRef, double)>("flash::dropout_mask");
   return op.call(seed, size, p);
+}
+
+std::string call_explain(const Inputs& in, const Options& o) {
+  static const auto op = find<decltype(flat_explain<nullptr>)>("flash::explain");
+  return op.call(in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.sinks, o.window_left, o.window_right,
+                 o.bottom_right, o.softcap, o.dropout_p, o.deterministic);
 }
 
 }  // namespace flash::op

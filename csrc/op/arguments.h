@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <tuple>
 
 namespace flash::op {
@@ -18,7 +19,7 @@ using OptBool = std::optional<bool>;
 
 // Where the sequences of packed tensors lie.
 struct Packed {
-  const Tensor &cu_seqlens_q, &cu_seqlens_k;  // [B + 1] int32, on the device
+  Tensor cu_seqlens_q, cu_seqlens_k;  // [B + 1] int32, on the device
   c10::SymInt max_seqlen_q, max_seqlen_k;
 };
 
@@ -50,6 +51,21 @@ struct Results {
   const Tensor& lse;          // as grad_lse
 };
 
+// The same, owned: what a node keeps or a batching rule makes up. Backward's part stays undefined in a forward call.
+struct OwnedCall {
+  Tensor query, key, value;
+  OptTensor attn_mask, alibi_slopes, sinks, seed;
+  std::optional<Packed> packed;
+  Tensor grad_out;
+  OptTensor grad_lse;
+  Tensor out, lse;
+
+  Inputs inputs() const {
+    return {query, key, value, attn_mask, alibi_slopes, sinks, seed, packed.has_value() ? &*packed : nullptr};
+  }
+  Results results() const { return {grad_out, grad_lse, out, lse}; }
+};
+
 using OutLse = std::tuple<Tensor, Tensor>;
 
 enum Gradient { kQuery, kKey, kValue, kMask, kSinks };
@@ -57,17 +73,22 @@ using Wanted = std::array<bool, 5>;
 using Gradients5 = std::array<Tensor, 5>;  // undefined where not wanted
 
 // Calls through the dispatcher, with whatever keys are active.
+Tensor call_attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
+                      bool is_causal, OptDouble scale, bool enable_gqa);
 OutLse call_forward(const Inputs& inputs, const Options& options);
 Gradients5 call_backward(const Results& results, const Inputs& inputs, const Options& options, Wanted wanted);
 OutLse call_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
 Tensor call_dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p);
+std::string call_explain(const Inputs& inputs, const Options& options);
 
 inline const OptTensor kNoTensor;
 
 using Forward = OutLse(const Inputs&, const Options&);
 using Backward = Gradients5(const Results&, const Inputs&, const Options&, Wanted);
 
-// The flat signatures of attention_forward, attention_varlen_forward, attention_backward and attention_varlen_backward.
+using Explain = std::string(const Inputs&, const Options&);
+
+// The flat signatures of attention_forward, attention_varlen_forward, attention_backward, attention_varlen_backward and explain.
 template <Forward* kernel>
 OutLse flat_forward(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
                     const OptTensor& alibi_slopes, const OptTensor& sinks, const OptTensor& seed, OptSymInt window_left,
@@ -113,6 +134,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flat_varlen_backward(
              {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, dropout_p, deterministic},
              {output_mask[0], output_mask[1], output_mask[2], false, output_mask[3]});
   return {std::move(dquery), std::move(dkey), std::move(dvalue), std::move(dsinks)};
+}
+
+template <Explain* kernel>
+std::string flat_explain(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
+                         const OptTensor& alibi_slopes, const OptTensor& sinks, OptSymInt window_left, OptSymInt window_right,
+                         bool bottom_right, double softcap, double dropout_p, OptBool deterministic) {
+  return kernel({query, key, value, attn_mask, alibi_slopes, sinks, kNoTensor},
+                {std::move(window_left), std::move(window_right), bottom_right, {}, softcap, dropout_p, deterministic});
 }
 
 }  // namespace flash::op

@@ -3,10 +3,12 @@
 #include "op/backend.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -39,14 +41,9 @@ int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : 
 
 void* data_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }  // reads only: keeps copy-on-write tensors shared
 
-Array array(const Tensor& t) {  // [batch, heads, rows, dim] or packed [total, heads, dim]
-  if (t.dim() == 3) return {data_of(t), 0, stride_of(t, 1), stride_of(t, 0)};
-  return {data_of(t), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
-}
-
 Array array_to_write(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};  // not wanted
-  Array a = array(t);
+  Array a = array_of(t);
   a.data = t.mutable_data_ptr();
   return a;
 }
@@ -112,10 +109,12 @@ void set_inputs(const Inputs& in, const Options& options, const Sizes& s, Call& 
   p.keys = s.keys;
   p.head_dim = std::max<int64_t>(s.head_dim, 1);
   p.value_dim = std::max<int64_t>(s.value_dim, 1);
-  p.query = array(call.query);
-  p.key = array(call.key);
-  p.value = array(call.value);
+  p.query = array_of(call.query);
+  p.key = array_of(call.key);
+  p.value = array_of(call.value);
   p.scale = options.scale.value_or(s.head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(s.head_dim)));
+  if (p.dtype == DType::kFloat32 && in.query.is_cuda())
+    p.tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
   p.softcap = options.softcap;
   p.left = window_end(options.window_left);
   p.right = window_end(options.window_right);
@@ -169,10 +168,15 @@ Tensor sinks_gradient(const Call& call, at::ScalarType type) {
   const double lowest = call.problem.fp64() ? std::numeric_limits<double>::lowest() : std::numeric_limits<float>::lowest();
   const Tensor weight = at::exp(call.sinks.unsqueeze(-1) - call.lse.clamp_min(lowest));
   const Tensor product = weight.mul_(call.delta).neg_();
-  return (product.dim() == 3 ? product.sum({0, 2}) : product.sum(1)).to(type);
+  return (product.dim() == 3 ? product.sum(at::IntArrayRef{0, 2}) : product.sum(1)).to(type);
 }
 
 }  // namespace
+
+Array array_of(const Tensor& t) {
+  if (t.dim() == 3) return {data_of(t), 0, stride_of(t, 1), stride_of(t, 0)};
+  return {data_of(t), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
+}
 
 problem::Choice choice_of_environment() {
   const char* text = std::getenv("FLASH_ATTN_EXT_KERNEL");
@@ -227,9 +231,9 @@ Gradients5 backward(const Backend& backend, const Results& results, const Inputs
     call.out = readable(results.out);
     call.grad_out = readable(results.grad_out);
     call.delta = in.packed != nullptr ? at::zeros(call.lse.sizes(), accumulate) : at::empty(call.lse.sizes(), accumulate);
-    call.problem.out = array(call.out);
+    call.problem.out = array_of(call.out);
     problem::Gradients& g = call.gradients;
-    g.dout = array(call.grad_out);
+    g.dout = array_of(call.grad_out);
     if (results.grad_lse.has_value()) {
       call.grad_lse = results.grad_lse->contiguous();
       g.dlse = data_of(call.grad_lse);
@@ -292,7 +296,7 @@ std::string explain(const Backend& backend, const Inputs& in, const Options& opt
   set_inputs({query, key, value, in.attn_mask, in.alibi_slopes, in.sinks, seed}, options, sizes, call);
   // Results as the allocator would place them: aligned, never touched.
   const auto result = [](const Tensor& model, at::IntArrayRef of) {
-    Array a = array(empty_in_order(model, of, model.options().device(at::kMeta)));
+    Array a = array_of(empty_in_order(model, of, model.options().device(at::kMeta)));
     a.data = reinterpret_cast<void*>(uintptr_t{4096});
     return a;
   };

@@ -39,6 +39,9 @@ struct Backend {
   void (*dropout_mask)(const Tensor& seed, double p, const Tensor& keep);
 };
 
+// [batch, heads, rows, dim] or packed [total, heads, dim], to be read.
+problem::Array array_of(const Tensor& tensor);
+
 // FLASH_ATTN_EXT_KERNEL: unset or empty, "sm80" or "sm90".
 problem::Choice choice_of_environment();
 
@@ -61,12 +64,7 @@ struct Kernels {
   static Tensor dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p) {
     return op::dropout_mask(backend, seed, size, p);
   }
-  static std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
-                             const OptTensor& alibi_slopes, const OptTensor& sinks, OptSymInt window_left, OptSymInt window_right,
-                             bool bottom_right, double softcap, double dropout_p, OptBool deterministic) {
-    return op::explain(backend, {query, key, value, attn_mask, alibi_slopes, sinks, kNoTensor},
-                       {std::move(window_left), std::move(window_right), bottom_right, {}, softcap, dropout_p, deterministic});
-  }
+  static std::string explain(const Inputs& inputs, const Options& options) { return op::explain(backend, inputs, options); }
 };
 
 template <const Backend& backend>
@@ -78,7 +76,7 @@ void register_backend(torch::Library& m) {
   m.impl("attention_varlen_backward", TORCH_FN(flat_varlen_backward<Key::backward>));
   m.impl("merge", TORCH_FN(Key::merge));
   m.impl("dropout_mask", TORCH_FN(Key::dropout_mask));
-  m.impl("explain", TORCH_FN(Key::explain));
+  m.impl("explain", TORCH_FN(flat_explain<Key::explain>));
 }
 
 }  // namespace flash::op
