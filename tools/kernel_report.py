@@ -39,8 +39,8 @@ class Kernel:
 
     @property
     def local_array(self) -> bool:
-        """A stack frame larger than what the spills need."""
-        return self.stack > max(self.spill_stores, self.spill_loads)
+        """A stack frame larger than what the spills need; frames are multiples of 8 bytes."""
+        return self.stack > -(-max(self.spill_stores, self.spill_loads) // 8) * 8
 
 
 def tool(name: str) -> str | None:
