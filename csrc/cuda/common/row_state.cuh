@@ -38,7 +38,8 @@ struct RowState {
 
   // Takes in the maxima of scores [rows, 8 kJ].
   template <int kJ, int kN>
-  __device__ __forceinline__ void fold_max(const float (&rScore)[kBlocks][kJ][4], float log2_scale, float (&rOut)[kBlocks][kN][4]) {
+  __device__ __forceinline__ void fold_max(const float (&rScore)[kBlocks][kJ][4], float log2_scale,
+                                           float (&rOut)[kBlocks][kN][4]) {
     bool grows = false;
     float after[kBlocks][2];
 #pragma unroll

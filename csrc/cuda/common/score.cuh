@@ -30,7 +30,7 @@ enum : uint32_t {
 // What a Problem asks of single scores, in the kernel's types. Written by the host.
 struct Modifiers {
   uint32_t flags = 0;
-  float scale = 0;       // of q . k
+  float scale = 0;  // of q . k
   float softcap = 0;
   float keep_scale = 1;  // 1 / (1 - dropout_p), 0 where everything is dropped
 };
@@ -238,8 +238,8 @@ __device__ __forceinline__ Real masked_score(Real score, Real mask, Real unit) {
 
 // T: dtype of the query; a float mask is fp32 or of that type.
 template <bool kTransposed, class T, int kI, int kJ>
-__device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::Mask& mask, int64_t batch, int64_t head, int64_t rows,
-                                         int64_t keys, float unit, const Place& at) {
+__device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::Mask& mask, int64_t batch, int64_t head,
+                                         int64_t rows, int64_t keys, float unit, const Place& at) {
   MaskPlace m;
   m.corner = batch * mask.batch + head * mask.head + at.row * mask.row + at.key * mask.key;
   m.line_stride = kTransposed ? mask.key : mask.row;
@@ -265,16 +265,15 @@ __device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::M
 
 // Second step: ALiBi, then the mask, in units of scores of which one is `log2_scale` log2 units. T: dtype of the query.
 template <bool kTransposed, class T, int kI, int kJ>
-__device__ __forceinline__ void add_modifiers(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m, int64_t batch,
-                                              int64_t head, int64_t rows, const problem::Interval& interval, const Place& at,
-                                              float log2_scale) {
+__device__ __forceinline__ void add_modifiers(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m,
+                                              int64_t batch, int64_t head, int64_t rows, const problem::Interval& interval,
+                                              const Place& at, float log2_scale) {
   const float unit = kLog2e / log2_scale;
   if (m.flags & kAlibi) {
     const float slope = static_cast<const float*>(p.alibi_slopes)[batch * p.alibi_batch + head];
     add_alibi<kTransposed>(s, slope * unit, interval.diagonal, at);
   }
-  if (m.flags & (kFloatMask | kBoolMask))
-    add_mask<kTransposed, T>(s, p.mask, batch, head, rows, interval.keys, unit, at);
+  if (m.flags & (kFloatMask | kBoolMask)) add_mask<kTransposed, T>(s, p.mask, batch, head, rows, interval.keys, unit, at);
 }
 
 // Both steps. Returns log2 units per unit of the scores that leave.
@@ -290,7 +289,8 @@ __device__ __forceinline__ float modify(float (&s)[kI][kJ][4], const problem::Pr
 // Forward: one Philox call serves the lane's 8 elements of a 16 x 16 patch. Transposed: those 8 belong to two other lanes, one for
 // each parity of the row; their words come by shuffles, so whole warps must call this.
 template <bool kTransposed, int kI, int kJ, class Use>
-__device__ __forceinline__ void for_dropout(const problem::Dropout& dropout, int64_t plane, const Place& at, int lane, Use use) {
+__device__ __forceinline__ void for_dropout(const problem::Dropout& dropout, int64_t plane, const Place& at, int lane,
+                                            Use use) {
   const int64_t line_patch = ((kTransposed ? at.key : at.row) >> 4) + (at.line >> 4);
   const int64_t column_patch = ((kTransposed ? at.row : at.key) >> 4) + (at.column >> 4);
 #pragma unroll

@@ -1,11 +1,10 @@
 // sm80/forward.cu: from a Problem and its Plan to a kernel call.
-#include "cuda/sm80/forward.h"
-
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "cuda/common/element.cuh"
+#include "cuda/sm80/forward.h"
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tiles.h"
 
@@ -41,11 +40,16 @@ Launch launch_of(int variant, std::index_sequence<kVariants...>) {
 Launch launch_of(DType dtype, int variant) {
   constexpr std::make_index_sequence<cuda::kForwardVariants> kAll;
   switch (dtype) {
-    case DType::kFloat16: return launch_of<__half>(variant, kAll);
-    case DType::kBFloat16: return launch_of<__nv_bfloat16>(variant, kAll);
-    case DType::kFloat32: return launch_of<float>(variant, kAll);
-    case DType::kFloat64: return launch_of<double>(variant, kAll);
-    default: return nullptr;
+    case DType::kFloat16:
+      return launch_of<__half>(variant, kAll);
+    case DType::kBFloat16:
+      return launch_of<__nv_bfloat16>(variant, kAll);
+    case DType::kFloat32:
+      return launch_of<float>(variant, kAll);
+    case DType::kFloat64:
+      return launch_of<double>(variant, kAll);
+    default:
+      return nullptr;
   }
 }
 

@@ -20,11 +20,11 @@ template <class T, cuda::ForwardTile kTile>
 struct Forward {
   static constexpr int kDim = kTile.bucket, kRows = kTile.rows, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kBlocks = kRows / kTile.warps / 16;      // blocks of 16 rows per warp
-  static constexpr int kSteps = kDim / 16;                      // k16 steps of Q K^T, column blocks of P V
-  static constexpr int kChunk = 32;                             // keys of one chunk of woven()
+  static constexpr int kBlocks = kRows / kTile.warps / 16;  // blocks of 16 rows per warp
+  static constexpr int kSteps = kDim / 16;                  // k16 steps of Q K^T, column blocks of P V
+  static constexpr int kChunk = 32;                         // keys of one chunk of woven()
   static constexpr bool kPlain = kTile.plain;
-  static constexpr int kExact = kPlain ? 64 : 32;               // keys of one pass of exact(); modifiers need registers too
+  static constexpr int kExact = kPlain ? 64 : 32;  // keys of one pass of exact(); modifiers need registers too
   static constexpr bool kQueryInRegisters = kTile.body == cuda::Body::kWoven && kDim <= 64;
   using Layout = tile::Swizzled<kDim>;
   using QueryLoader = tile::Loader<Layout, kRows, kThreads>;
@@ -36,12 +36,13 @@ struct Forward {
 
   const ForwardCall& call;
   const Rows& block;
-  const int lane, first_row;              // of this warp in the block
-  const uint32_t query, key, value;       // lane addresses in Q, in the first stage of K and of V
-  float rOut[kBlocks][kDim / 8][4];       // [rows, value_dim], not normalised
+  const int lane, first_row;         // of this warp in the block
+  const uint32_t query, key, value;  // lane addresses in Q, in the first stage of K and of V
+  float rOut[kBlocks][kDim / 8][4];  // [rows, value_dim], not normalised
   common::RowState<kBlocks> rows;
 
-  __device__ __forceinline__ Forward(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey, uint32_t sValue)
+  __device__ __forceinline__ Forward(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey,
+                                     uint32_t sValue)
       : call(call),
         block(block),
         lane(threadIdx.x % 32),
@@ -102,8 +103,8 @@ struct Forward {
       float log2_scale = call.modifiers.scale * common::kLog2e;
       if constexpr (!kPlain)
         if (call.modifiers.flags & common::kChangesScore)
-          log2_scale = common::modify<false, T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                                block.interval, at);
+          log2_scale = common::modify<false, T>(rScore, p, call.modifiers, block.sequence.batch, block.head,
+                                                block.sequence.rows, block.interval, at);
       if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
       rows.fold_max(rScore, log2_scale, rOut);
       rows.exponentiate(rScore, log2_scale);
@@ -206,9 +207,9 @@ struct Forward {
 
   static __device__ __forceinline__ void run(const ForwardCall& call) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t sQuery = ptx::shared_address(shared);           // [kRows, kDim]
-    const uint32_t sKey = sQuery + Layout::bytes(kRows);           // [kStages, kKeys, kDim]
-    const uint32_t sValue = sKey + kStages * kTileBytes;           // [kStages, kKeys, kDim]
+    const uint32_t sQuery = ptx::shared_address(shared);  // [kRows, kDim]
+    const uint32_t sKey = sQuery + Layout::bytes(kRows);  // [kStages, kKeys, kDim]
+    const uint32_t sValue = sKey + kStages * kTileBytes;  // [kStages, kKeys, kDim]
     const problem::Problem& p = call.problem;
     const Rows block(call);
     if (block.rows <= 0) return;

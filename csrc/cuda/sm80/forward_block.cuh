@@ -29,10 +29,10 @@ struct Block {
   int batch, head, split;
   problem::Sequence sequence;
   problem::Interval interval;
-  int64_t row;              // first row, inside the sequence
-  int rows;                 // how many of kRows exist; <= 0: none
-  int first, last;          // tiles of keys; first > last: none
-  int full_first, full_end; // of these, every row sees every key of [full_first, full_end)
+  int64_t row;               // first row, inside the sequence
+  int rows;                  // how many of kRows exist; <= 0: none
+  int first, last;           // tiles of keys; first > last: none
+  int full_first, full_end;  // of these, every row sees every key of [full_first, full_end)
 
   explicit __device__ __forceinline__ Block(const ForwardCall& call) {
     const problem::Problem& p = call.problem;
@@ -75,8 +75,8 @@ template <class Loader, class Layout, int kKeys, bool kPlain>
 class Stream {
  public:
   // dim: elements of a row; width: alignment of rows in bytes.
-  __device__ __forceinline__ Stream(const problem::Array& array, const problem::Sequence& sequence, int64_t kv_head, int64_t dim,
-                                    int width)
+  __device__ __forceinline__ Stream(const problem::Array& array, const problem::Sequence& sequence, int64_t kv_head,
+                                    int64_t dim, int width)
       : base_(static_cast<const char*>(array.data) +
               problem::offset(array, sequence.batch, kv_head, sequence.key) * Layout::kElementBytes),
         stride_(array.row * Layout::kElementBytes),

@@ -23,15 +23,16 @@ struct ForwardFma {
   }
 
   // The score of (row, key) in log2 units, given q . k.
-  static __device__ __forceinline__ Real modify(const ForwardCall& call, const Block<kRows, kKeys>& block, int64_t row, int64_t key,
-                                                Real dot) {
+  static __device__ __forceinline__ Real modify(const ForwardCall& call, const Block<kRows, kKeys>& block, int64_t row,
+                                                int64_t key, Real dot) {
     const problem::Problem& p = call.problem;
     const int64_t batch = block.sequence.batch;
     Real score = dot * Real(p.scale);
     if (p.softcap > 0) score = Real(p.softcap) * tanh(score / Real(p.softcap));
     if (p.alibi_slopes != nullptr) {
       const int64_t distance = row + block.interval.diagonal - key;
-      score -= static_cast<const Real*>(p.alibi_slopes)[batch * p.alibi_batch + block.head] * Real(distance < 0 ? -distance : distance);
+      score -= static_cast<const Real*>(p.alibi_slopes)[batch * p.alibi_batch + block.head] *
+               Real(distance < 0 ? -distance : distance);
     }
     if (p.mask.data != nullptr) {
       const int64_t at = batch * p.mask.batch + block.head * p.mask.head + row * p.mask.row + key * p.mask.key;
@@ -48,7 +49,8 @@ struct ForwardFma {
     if (warp >= block.rows) return;
     const problem::Sequence& sequence = block.sequence;
     const int64_t row = block.row + warp, kv_head = problem::kv_head(p, block.head);
-    const T* query = static_cast<const T*>(p.query.data) + problem::offset(p.query, sequence.batch, block.head, sequence.row + row);
+    const T* query =
+        static_cast<const T*>(p.query.data) + problem::offset(p.query, sequence.batch, block.head, sequence.row + row);
     for (int d = lane; d < p.head_dim; d += 32) sQuery[warp][d] = query[d];
     __syncwarp();
     const problem::Dropout dropout = p.dropout_p > 0 ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};

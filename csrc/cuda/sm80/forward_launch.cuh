@@ -30,7 +30,8 @@ template <class T, int kVariant>
 cudaError_t launch_forward(const ForwardCall& call, int64_t blocks, cudaStream_t stream) {
   constexpr cuda::ForwardTile kTile = cuda::kForwardTiles[kVariant];
   constexpr int kBytes = static_cast<int>(cuda::forward_shared_bytes(kTile, sizeof(T)));
-  if (const cudaError_t error = cuda::allow_shared_memory<forward_kernel<T, kVariant>>(kBytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = cuda::allow_shared_memory<forward_kernel<T, kVariant>>(kBytes); error != cudaSuccess)
+    return error;
   forward_kernel<T, kVariant><<<static_cast<unsigned>(blocks), kTile.threads(), kBytes, stream>>>(call);
   return cudaGetLastError();
 }

@@ -33,7 +33,8 @@ struct ForwardTf32 {
   float rOut[kBlocks][kDim / 8][4];  // [rows, value_dim]; [i][4 d + q][2 half + f]: column 32 d + 4 (2 (lane % 4) + f) + q
   common::RowState<kBlocks> rows;
 
-  __device__ __forceinline__ ForwardTf32(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey, uint32_t sValue)
+  __device__ __forceinline__ ForwardTf32(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey,
+                                         uint32_t sValue)
       : call(call),
         block(block),
         lane(threadIdx.x % 32),
@@ -145,8 +146,8 @@ struct ForwardTf32 {
     const common::Place at(block.row, first_key, first_row, 0, lane);
     float log2_scale = call.modifiers.scale * common::kLog2e;
     if (call.modifiers.flags & common::kChangesScore)
-      log2_scale = common::modify<false, float>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                                block.interval, at);
+      log2_scale = common::modify<false, float>(rScore, p, call.modifiers, block.sequence.batch, block.head,
+                                                block.sequence.rows, block.interval, at);
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     rows.fold_max(rScore, log2_scale, rOut);
     rows.exponentiate(rScore, log2_scale);
@@ -192,9 +193,9 @@ struct ForwardTf32 {
 
   static __device__ __forceinline__ void run(const ForwardCall& call) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t sQuery = ptx::shared_address(shared);       // [kRows, kDim]
-    const uint32_t sKey = sQuery + Layout::bytes(kRows);       // [kStages, kKeys, kDim]
-    const uint32_t sValue = sKey + kStages * kTileBytes;       // [kStages, kKeys, kDim]
+    const uint32_t sQuery = ptx::shared_address(shared);  // [kRows, kDim]
+    const uint32_t sKey = sQuery + Layout::bytes(kRows);  // [kStages, kKeys, kDim]
+    const uint32_t sValue = sKey + kStages * kTileBytes;  // [kStages, kKeys, kDim]
     const problem::Problem& p = call.problem;
     const Rows block(call);
     if (block.rows <= 0) return;

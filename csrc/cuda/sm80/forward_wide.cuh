@@ -19,10 +19,10 @@ template <class T, cuda::ForwardTile kTile>
 struct ForwardWide {
   static constexpr int kDim = kTile.bucket, kRows = kTile.rows, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kSharing = kTile.sharing, kGroups = kTile.warps / kSharing;
-  static constexpr int kBlocks = kRows / kGroups / 16;      // blocks of 16 rows per group
+  static constexpr int kBlocks = kRows / kGroups / 16;  // blocks of 16 rows per group
   static constexpr int kOwnKeys = kKeys / kSharing, kOwnDim = kDim / kSharing;
   static constexpr int kSteps = kDim / 16;
-  static constexpr int kPanelSteps = 4 / kSharing;          // of the four k16 column steps of 64 columns, those of one warp
+  static constexpr int kPanelSteps = 4 / kSharing;  // of the four k16 column steps of 64 columns, those of one warp
   static constexpr bool kPlain = kTile.plain;
   using Layout = tile::Swizzled<kDim>;
   using ScoreLayout = tile::Swizzled<kKeys>;
@@ -34,15 +34,15 @@ struct ForwardWide {
 
   const ForwardCall& call;
   const Rows& block;
-  const int lane, group, share, first_row;  // share: which of the group's warps; first_row: of the group in the block
+  const int lane, group, share, first_row;        // share: which of the group's warps; first_row: of the group in the block
   const uint32_t query, key, value, probability;  // lane addresses in Q, K, V and P
-  const uint32_t sProbability;              // [kRows, kKeys] of T
-  float* const sExchange;                   // [kSharing, kRows]
-  float rOut[kBlocks][kOwnDim / 8][4];      // [rows, own columns], not normalised
+  const uint32_t sProbability;                    // [kRows, kKeys] of T
+  float* const sExchange;                         // [kSharing, kRows]
+  float rOut[kBlocks][kOwnDim / 8][4];            // [rows, own columns], not normalised
   common::RowState<kBlocks> rows;
 
-  __device__ __forceinline__ ForwardWide(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey, uint32_t sValue,
-                                         uint32_t sProbability, float* sExchange)
+  __device__ __forceinline__ ForwardWide(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey,
+                                         uint32_t sValue, uint32_t sProbability, float* sExchange)
       : call(call),
         block(block),
         lane(threadIdx.x % 32),
@@ -51,7 +51,8 @@ struct ForwardWide {
         first_row(group * kBlocks * 16),
         query(Layout::address(sQuery, first_row + tile::row_block_row(lane), tile::row_block_chunk(lane))),
         key(Layout::address(sKey, share * kOwnKeys + tile::column_block_row(lane), tile::column_block_chunk(lane))),
-        value(Layout::columns(Layout::address(sValue, tile::row_block_row(lane), tile::row_block_chunk(lane)), share * kPanelSteps)),
+        value(Layout::columns(Layout::address(sValue, tile::row_block_row(lane), tile::row_block_chunk(lane)),
+                              share * kPanelSteps)),
         probability(ScoreLayout::address(sProbability, first_row + tile::row_block_row(lane), tile::row_block_chunk(lane))),
         sProbability(sProbability),
         sExchange(sExchange) {}
@@ -198,18 +199,18 @@ struct ForwardWide {
     if (out.part != nullptr) return;
     __syncthreads();
     const problem::Array& array = call.problem.out;
-    T* to = static_cast<T*>(array.data) +
-            problem::offset(array, block.sequence.batch, block.head, block.sequence.row + block.row);
-    tile::store_rows<Layout, kRows, kThreads>(reinterpret_cast<char*>(to), array.row * 2, sQuery, 0, block.rows, out.value_dim * 2,
-                                              kPlain ? 16 : call.store_bytes, threadIdx.x);
+    T* to =
+        static_cast<T*>(array.data) + problem::offset(array, block.sequence.batch, block.head, block.sequence.row + block.row);
+    tile::store_rows<Layout, kRows, kThreads>(reinterpret_cast<char*>(to), array.row * 2, sQuery, 0, block.rows,
+                                              out.value_dim * 2, kPlain ? 16 : call.store_bytes, threadIdx.x);
   }
 
   static __device__ __forceinline__ void run(const ForwardCall& call) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t sQuery = ptx::shared_address(shared);                // [kRows, kDim]
-    const uint32_t sKey = sQuery + Layout::bytes(kRows);                // [kKeys, kDim]
-    const uint32_t sValue = sKey + Layout::bytes(kKeys);                // [kKeys, kDim]
-    const uint32_t sProbability = sValue + Layout::bytes(kKeys);        // [kRows, kKeys]
+    const uint32_t sQuery = ptx::shared_address(shared);          // [kRows, kDim]
+    const uint32_t sKey = sQuery + Layout::bytes(kRows);          // [kKeys, kDim]
+    const uint32_t sValue = sKey + Layout::bytes(kKeys);          // [kKeys, kDim]
+    const uint32_t sProbability = sValue + Layout::bytes(kKeys);  // [kRows, kKeys]
     float* sExchange = reinterpret_cast<float*>(shared + Layout::bytes(kRows + 2 * kKeys) + ScoreLayout::bytes(kRows));
     const problem::Problem& p = call.problem;
     const Rows block(call);

@@ -57,8 +57,7 @@ struct Loader {
   // Zeros in the columns past row_bytes of `tiles` consecutive tiles: load_inside leaves them alone.
   static __device__ __forceinline__ void clear_columns(uint32_t tile, int tiles, int row_bytes) {
     if (chunk() * 16 < row_bytes || chunk() >= Layout::kChunks) return;
-    for (int i = row(); i < tiles * kRows; i += kStep)
-      ptx::store_shared(Layout::address(tile, i, chunk()), uint4{0, 0, 0, 0});
+    for (int i = row(); i < tiles * kRows; i += kStep) ptx::store_shared(Layout::address(tile, i, chunk()), uint4{0, 0, 0, 0});
   }
 
  private:
@@ -80,7 +79,8 @@ struct Loader {
   }
 
   // 16-bit elements that are aligned to nothing more: through registers, one 16-byte store per 8 elements.
-  static __device__ __forceinline__ void copy_elements(uint32_t tile, const char* from, int64_t stride, int rows, int row_bytes) {
+  static __device__ __forceinline__ void copy_elements(uint32_t tile, const char* from, int64_t stride, int rows,
+                                                       int row_bytes) {
 #pragma unroll 1
     for (int n = threadIdx.x; n < kRows * Layout::kChunks; n += kThreads) {
       const int row = n / Layout::kChunks, chunk = n % Layout::kChunks;

@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_pair(uint32_t tile, int row, int chunk, in
 // Rows [0, rows) and row_bytes of a shared tile of 16-bit elements to global memory, by kThreads threads of which this is `thread`.
 // first: first row in the shared tile, which holds kRows from there; stride: bytes. width: alignment of the destination, 16 or less.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void store_rows(char* to, int64_t stride, uint32_t tile, int first, int rows, int row_bytes, int width,
-                                           int thread) {
+__device__ __forceinline__ void store_rows(char* to, int64_t stride, uint32_t tile, int first, int rows, int row_bytes,
+                                           int width, int thread) {
 #pragma unroll 4
   for (int n = thread; n < kRows * Layout::kChunks; n += kThreads) {
     const int row = n / Layout::kChunks, chunk = n % Layout::kChunks;
