@@ -11,6 +11,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
+    arguments = [argument for argument in arguments if argument]  # CMake 4 passes an empty one where an option is off
     no_spills = arguments[0] == "--no-spills"
     command = arguments[1:] if no_spills else arguments
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

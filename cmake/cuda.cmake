@@ -125,5 +125,4 @@ function(flash_attn_ext_cuda_family family archs)
   endif()
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES "${archs}" CUDA_COMPILER_LAUNCHER
                                                                            "${launcher};${CMAKE_CUDA_COMPILER_LAUNCHER}")
-  target_sources(flash_attn_ext_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
 endfunction()

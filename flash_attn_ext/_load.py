@@ -86,9 +86,9 @@ def load() -> None:
     Raises:
         ImportError: the library is not built, or was built for another torch or Python; the text has the command that cures it.
     """
+    info = build_info()  # says that nothing is built before torch takes its time
     import torch
 
-    info = build_info()
     check_torch(str(torch.__version__), info["torch"])
     if not hasattr(torch.ops.flash, "attention"):  # registering the namespace a second time aborts the process
         torch.ops.load_library(_directory() / _LIBRARY)
