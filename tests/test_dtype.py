@@ -105,13 +105,15 @@ def test_mixed_dtypes_without_autocast(device: str):
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
 def test_dtype_of_per_head_arguments(name: str, device: str):
-    """fp32, or fp64 with fp64 inputs; the Python function converts."""
+    """Any floating dtype is read in the accumulate type; integers are refused."""
     query = torch.randn(1, 2, 4, 8, device=device)
-    wrong = torch.ones(2, device=device, dtype=torch.float64)
+    given = torch.rand(2, device=device, dtype=torch.float64)
+    expected, _ = forward(query, query, query, **{name: given.float()})
+    for dtype in (torch.float64, torch.float32):
+        assert torch.equal(forward(query, query, query, **{name: given.to(dtype)})[0], expected)
+        assert torch.equal(flash_attn_ext.attention(query, query, query, **{name: given.to(dtype)}), expected)
     with pytest.raises(RuntimeError, match=name):
-        forward(query, query, query, **{name: wrong})
-    out = flash_attn_ext.attention(query, query, query, **{name: wrong})
-    assert torch.equal(out, forward(query, query, query, **{name: wrong.float()})[0])
+        forward(query, query, query, **{name: torch.ones(2, device=device, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=dtype_name)

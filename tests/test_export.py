@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import flash_attn_ext  # noqa: F401
 from cases import rows_first
 
 attention = torch.ops.flash.attention

@@ -163,8 +163,8 @@ def test_forward_mode_says_what_to_do(transform, device: str):
 
 def test_dropout_under_vmap(device: str):
     """randomness="error" is torch's own refusal; "same" is one mask for all, "different" one each."""
-    query = torch.ones(6, 1, 2, 64, 8, device=device)
-    value = torch.eye(64, device=device).expand(6, 1, 2, 64, 64)
+    query = torch.ones(6, 1, 2, 64, 8, device=device, dtype=torch.float64)
+    value = torch.eye(64, device=device, dtype=torch.float64).expand(6, 1, 2, 64, 64)
 
     def dropped(query, value):
         return attention(query, query, value, None, 0.5)

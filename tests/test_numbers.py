@@ -9,7 +9,7 @@ import torch
 
 import reference
 from cases import Case, make_inputs
-from compare import DTYPES, FORWARD, assert_within, check, compare, differentiate, dtype_name, poisoned
+from compare import DTYPES, FORWARD, GRADIENT, assert_within, check, compare, differentiate, dtype_name, poisoned
 
 forward = torch.ops.flash.attention_forward
 
@@ -118,19 +118,19 @@ def test_padded_keys_do_not_reach_the_gradient(rows: int, device: str):
     query, key, value, grad = (x.bfloat16() for x in (query, key, value, grad))
     mask = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()[None, None]
 
-    def gradients(attn_mask, right):
+    def run(function, dtype, *arguments, **options):
+        leaves = {"query": query.to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
         return differentiate(
-            lambda x: forward(x["query"], x["key"], x["value"], attn_mask, window_right=right),
-            {"query": query, "key": key, "value": value},
-            grad,
-            None,
+            lambda x: function(x["query"], x["key"], x["value"], *arguments, **options), leaves, grad.to(dtype), None
         )
 
-    with poisoned(device):
-        masked, causal, full = gradients(mask, None), gradients(None, 0), gradients(torch.ones_like(mask), None)
-    for name in ("out", "dquery", "dkey", "dvalue"):
-        assert masked[name].isfinite().all() and full[name].isfinite().all(), name
-        torch.testing.assert_close(masked[name], causal[name], msg=name)
+    for attn_mask, right in ((mask, None), (None, 0), (torch.ones_like(mask), None)):
+        options = {"mask": attn_mask, "right": right}
+        truth = run(reference.attention, torch.float64, **options)
+        plain = run(reference.attention, torch.bfloat16, **options)
+        with poisoned(device):
+            ours = run(forward, torch.bfloat16, attn_mask, window_right=right)
+        compare(ours, truth, plain, run(reference.attention, torch.float32, **options)["lse"], torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [97, 128, 200, 257])
@@ -264,7 +264,10 @@ def test_equal_scores(device: str):
 
 
 def test_gradients_of_a_peaked_softmax(device: str):
-    """One key takes everything: dQ and dK are differences of almost equal numbers."""
+    """One key takes everything: dQ and dK are differences of almost equal numbers.
+
+    Backward makes P again from an lse near 500, of which fp32 keeps 3e-5: beside the usual rule, that much of every product.
+    """
     query, key, value, grad = (random(1, 1, 40, 32, device=device) for _ in range(4))
     query, key = query * 8, key * 8
     leaves = {"query": query, "key": key, "value": value}
@@ -273,7 +276,12 @@ def test_gradients_of_a_peaked_softmax(device: str):
         cast = {name: x.to(dtype) for name, x in leaves.items()}
         return differentiate(lambda x: function(x["query"], x["key"], x["value"]), cast, grad, None)
 
-    ours, truth, plain = (
-        run(forward, torch.float32), run(reference.attention, torch.float64), run(reference.attention, torch.float32)
-    )  # fmt: skip
-    compare(ours, truth, plain, plain["lse"], torch.float32)
+    ours, truth = run(forward, torch.float32), run(reference.attention, torch.float64)
+    plain = run(reference.attention, torch.float32)
+    for name in ("out", "lse"):
+        assert_within(name, ours[name], truth[name], plain[name], FORWARD, torch.float32)
+    lost = 2 * truth["lse"].abs().max().item() * torch.finfo(torch.float32).eps
+    for name in ("dquery", "dkey", "dvalue"):
+        error, size = (ours[name] - truth[name]).abs().max().item(), truth[name].abs().max().item()
+        allowed = GRADIENT * (plain[name] - truth[name]).abs().max().item() + lost * size
+        assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn_ext
+from compare import FORWARD, GRADIENT, assert_within
 
 flash = torch.ops.flash.attention
 
@@ -136,11 +137,17 @@ def test_torchs_own_samples(dtype: torch.dtype, device: str):
             out = flash(sample.input, *sample.args, **sample.kwargs)
             assert out.shape == sdpa(sample.input, *sample.args, **sample.kwargs).shape
             continue
-        ours, theirs = (function(sample.input, *sample.args, **sample.kwargs) for function in (flash, sdpa))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        leaves = [x for x in (sample.input, *sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
-        for mine, true in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves), strict=True):
-            torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
+        tensors = [sample.input, *sample.args]
+
+        def run(function, kind, tensors=tensors, options=sample.kwargs):
+            leaves = [x.detach().to(kind).requires_grad_() for x in tensors]
+            out = function(*leaves, **options)
+            return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+        ours, plain, truth = run(flash, dtype), run(sdpa, dtype), run(sdpa, torch.float64)
+        largest = max(gradient.abs().max().item() for gradient in truth[1:])
+        for name, mine, rough, true in zip(("out", "dq", "dk", "dv", "dmask"), ours, plain, truth, strict=False):
+            assert_within(name, mine, true, rough, FORWARD if name == "out" else GRADIENT, dtype, largest)
         count += 1
     assert count >= 4
 
@@ -165,7 +172,7 @@ def refusals() -> list:
     "name, arguments, options, text", refusals(), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_errors_are_sdpas(name: str, arguments, options: dict, text: str):
-    if "Explicit" not in text or not text.startswith("_"):
+    if name != "negative dropout":  # the math backend drops nothing then, and says nothing
         with pytest.raises(RuntimeError, match=text):
             sdpa(*arguments, **options)
     with pytest.raises(RuntimeError, match=text):
@@ -195,7 +202,7 @@ def test_shapes_that_do_not_fit(name: str, query, key, value, options: dict, wor
     with pytest.raises(RuntimeError) as error:
         flash(*tensors, mask, **options)
     for word in words:
-        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+        assert word in str(error.value).lower(), f"{word!r} is not in: {error.value}"
 
 
 def test_one_error_lists_every_reason():
@@ -203,7 +210,7 @@ def test_one_error_lists_every_reason():
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 9), torch.randn(2, 4, 7, 9)
     with pytest.raises(RuntimeError) as error:
         torch.ops.flash.attention_forward(query, key, value, softcap=-1.0)
-    text = str(error.value)
+    text = str(error.value).lower()
     assert "key" in text and "value" in text and "softcap" in text, text
 
 
@@ -224,7 +231,7 @@ def test_errors_of_the_inner_operator(change: dict, words):
     with pytest.raises(RuntimeError) as error:
         torch.ops.flash.attention_forward(**arguments)
     for word in words:
-        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+        assert word in str(error.value).lower(), f"{word!r} is not in: {error.value}"
 
 
 def test_integer_inputs_are_refused():

@@ -218,7 +218,15 @@ def test_gradcheck(device: str):
         return out, lse.clamp(min=-100.0)
 
     assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_second_derivative_is_refused(device: str):
+    """F1: no silent zeros; the error says what to do instead."""
+    call = Call(Packed("small", (3, 4)), torch.float64, device)
+    leaves = {name: tensor.requires_grad_() for name, tensor in call.leaves.items()}
+    (first,) = torch.autograd.grad(call.flash(leaves)[0].pow(2).sum(), leaves["query"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative: use"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize("shape", ["no rows", "no keys", "no sequences"])
