@@ -134,6 +134,7 @@ inline int64_t forward_workspace(const problem::Problem& p, int splits) {
 
 enum class BackwardBody : uint8_t {
   kTensor,  // 16-bit, tensor cores
+  kTf32,    // fp32 on tensor cores, three TF32 products for one
   kScalar,  // any type, head dim and alignment by plain arithmetic: right, not fast
 };
 
@@ -156,20 +157,23 @@ struct BackwardTile {
 // dQ by itself: a block owns `rows` query rows, a warp rows / warps of them, and walks over tiles of `keys`.
 struct RowGradientTile {
   int bucket, rows, keys, warps, resident;
+  BackwardBody body;
   bool plain;
 
   constexpr int threads() const { return warps * 32; }
 };
 
 inline constexpr RowGradientTile kRowGradientTiles[] = {
-    {64, 128, 64, 4, 2, true},    // 0: 64 KB
-    {96, 128, 32, 4, 2, true},    // 1: 72 KB
-    {128, 128, 32, 4, 2, true},   // 2: 96 KB
-    {192, 128, 32, 8, 1, true},   // 3: 144 KB; 32 rows per warp would not leave registers for S
-    {256, 128, 32, 8, 1, true},   // 4: 192 KB
-    {64, 128, 32, 4, 2, false},   // 5
-    {128, 128, 32, 4, 2, false},  // 6
-    {256, 64, 32, 4, 1, false},   // 7: 128 KB
+    {64, 128, 64, 4, 2, BackwardBody::kTensor, true},    // 0: 64 KB
+    {96, 128, 32, 4, 2, BackwardBody::kTensor, true},    // 1: 72 KB
+    {128, 128, 32, 4, 2, BackwardBody::kTensor, true},   // 2: 96 KB
+    {192, 128, 32, 8, 1, BackwardBody::kTensor, true},   // 3: 144 KB; 32 rows per warp would not leave registers for S
+    {256, 128, 32, 8, 1, BackwardBody::kTensor, true},   // 4: 192 KB
+    {64, 128, 32, 4, 2, BackwardBody::kTensor, false},   // 5
+    {128, 128, 32, 8, 1, BackwardBody::kTensor, false},  // 6: 16 rows per warp leave registers for the modifiers
+    {256, 64, 32, 4, 1, BackwardBody::kTensor, false},   // 7: 128 KB
+    {64, 64, 32, 4, 2, BackwardBody::kTf32, false},      // 8: 51 KB
+    {128, 64, 32, 4, 2, BackwardBody::kTf32, false},     // 9: 99 KB
 };
 
 inline constexpr BackwardTile kBackwardTiles[] = {
@@ -185,19 +189,27 @@ inline constexpr BackwardTile kBackwardTiles[] = {
     {128, 64, 64, 4, 1, 1, 2, 16, 6, BackwardBody::kTensor, false},   // 7: 81 KB, for 99 KB per block (sm_86, sm_89, sm_120)
     {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, false},   // 8: 145 KB, so for 163 KB per block (sm_80) too
     {512, 32, 64, 8, 1, 1, 4, 16, -1, BackwardBody::kTensor, false},  // 9: 201 KB
-    {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},    // 10
+    // fp32.
+    {64, 64, 32, 4, 2, 1, 1, 32, 8, BackwardBody::kTf32, false},   // 10: 60 KB
+    {128, 64, 32, 4, 2, 1, 1, 32, 9, BackwardBody::kTf32, false},  // 11: 108 KB, so two blocks
+    {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},  // 12
 };
 inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
 
 // Dynamic shared memory of a block, bytes: K, V; Q, dO and their lse2, delta per stage; dS, and P where it crosses between warps.
 constexpr int64_t backward_shared_bytes(const BackwardTile& t) {
   if (t.body == BackwardBody::kScalar) return 0;
-  const int64_t row = t.bucket * 2, weights = int64_t{2} * t.keys * t.rows;
-  return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights * (t.sharing > 1 ? 2 : 1);
+  const bool tf32 = t.body == BackwardBody::kTf32;
+  const int64_t row = tf32 ? t.bucket * 4 + 16 : t.bucket * 2;
+  const int64_t weights = tf32 ? t.rows * (t.keys * 4 + 16) : t.keys * t.rows * 2 * (t.sharing > 1 ? 2 : 1);
+  return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights;
 }
 
-// Q, dO and two stages of K, V.
-constexpr int64_t row_gradient_shared_bytes(const RowGradientTile& t) { return (2 * t.rows + 4 * t.keys) * int64_t{2} * t.bucket; }
+// Q, dO and K, V; those in two stages in 16 bits.
+constexpr int64_t row_gradient_shared_bytes(const RowGradientTile& t) {
+  return t.body == BackwardBody::kTf32 ? 2 * (t.rows + t.keys) * int64_t{t.bucket * 4 + 16}
+                                       : (2 * t.rows + 4 * t.keys) * int64_t{2} * t.bucket;
+}
 
 constexpr int narrowest_backward_load(problem::DType dtype) { return static_cast<int>(problem::size_of(dtype)); }
 
@@ -211,7 +223,8 @@ constexpr int backward_variant(const problem::Problem& p, const problem::Gradien
   for (int i = 0; i < kBackwardVariants; ++i) {
     const BackwardTile& t = kBackwardTiles[i];
     if (t.body == BackwardBody::kScalar) return i;
-    if (!half || (t.plain && !plain) || dim == 0 || dim > t.bucket || backward_shared_bytes(t) > shared_memory) continue;
+    const bool takes = t.body == BackwardBody::kTensor ? half : p.dtype == problem::DType::kFloat32;
+    if (!takes || (t.plain && !plain) || dim == 0 || dim > t.bucket || backward_shared_bytes(t) > shared_memory) continue;
     if (g.deterministic && (t.dquery < 0 || row_gradient_shared_bytes(kRowGradientTiles[t.dquery]) > shared_memory)) continue;
     return i;
   }
@@ -223,11 +236,16 @@ constexpr Tile backward_tile(int variant) {
   return {t.rows, t.keys, t.resident};
 }
 
-// Whether dQ is summed up in the scratch, out of the order of time, instead of by a kernel of its own.
+// Whether the keys kernel adds up dQ, in the order of time, instead of leaving it to a kernel of its own.
 inline bool sums_dquery(const problem::Gradients& g) { return g.dquery.data != nullptr && !g.deterministic; }
 
+// The sums need scratch where dq is not fp32 itself.
+inline bool scratch_dquery(const problem::Gradients& g, int variant) {
+  return kBackwardTiles[variant].body == BackwardBody::kTensor && sums_dquery(g);
+}
+
 inline int64_t backward_workspace(const problem::Problem& p, const problem::Gradients& g, int variant) {
-  return kBackwardTiles[variant].body == BackwardBody::kScalar ? 0 : common::scratch_bytes(p, sums_dquery(g));
+  return kBackwardTiles[variant].body == BackwardBody::kScalar ? 0 : common::scratch_bytes(p, scratch_dquery(g, variant));
 }
 
 }  // namespace flash::cuda

@@ -1,7 +1,7 @@
 // common/prepare.cuh: what backward needs of every row before its main kernel.
 //   delta = rowsum(dout * out) - dlse, written to gradients.delta and, padded, to the scratch;
 //   lse2 = lse in log2 units, +inf for a row that sees nothing, so that every P = 2^(score - lse2) of it is 0 without a test;
-//   the fp32 sums of dQ become zero.
+//   the sums of dQ become zero, in the scratch or in dq itself.
 // One read of out and dout: bound by memory bandwidth.
 #pragma once
 #include "cuda/common/element.cuh"
@@ -23,6 +23,7 @@ struct PrepareArguments {
   Scratch scratch;       // lse2 null: the kernels read lse and gradients.delta themselves
   int64_t pieces = 0;    // of kPrepareRows rows, per plane
   bool vectors = false;  // out and dout are read 16 bytes at a time
+  bool clear_dquery = false;
 };
 
 // This lane's share of dout . out in one row.
@@ -74,6 +75,11 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     if (a.gradients.dlse != nullptr) delta -= static_cast<const Sum<T>*>(a.gradients.dlse)[place];
     lse = static_cast<const Sum<T>*>(p.lse)[place];
     static_cast<Sum<T>*>(a.gradients.delta)[place] = delta;
+  }
+  if (a.clear_dquery && row < s.rows) {
+    const problem::Array& dq = a.gradients.dquery;
+    T* gRow = static_cast<T*>(dq.data) + problem::offset(dq, batch, head, s.row + row);
+    for (int64_t c = lane; c < p.head_dim; c += kPrepareLanes) gRow[c] = T(0.f);
   }
   if (a.scratch.lse2 == nullptr) return;
 

@@ -1,6 +1,7 @@
 // sm80/backward.cu: a backward call as its launches.
-//   tensor cores:  prepare -> keys (dK, dV, sums of dQ) -> convert;   deterministic: prepare -> keys (dK, dV) -> rows (dQ)
-//   scalar:        prepare -> keys (dK, dV) -> rows (dQ)
+//   16-bit, tensor cores:  prepare -> keys (dK, dV, sums of dQ) -> convert
+//   fp32, tensor cores:    prepare -> keys (dK, dV, dQ)
+//   deterministic, scalar: prepare -> keys (dK, dV) -> rows (dQ)
 // A deterministic gradient of the mask is a kernel of its own; else the keys kernel adds it up.
 #include "cuda/sm80/backward.h"
 
@@ -27,6 +28,7 @@ cudaError_t prepare(const BackwardCall& call, cudaStream_t stream) {
   const Problem& p = call.problem;
   common::PrepareArguments a{p, call.gradients, call.scratch};
   a.pieces = common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, common::kPrepareRows);
+  a.clear_dquery = call.sum_dquery && call.scratch.dquery == nullptr;
   a.vectors = vectors(p.out, p.value_dim, sizeof(T)) && vectors(call.gradients.dout, p.value_dim, sizeof(T));
   const unsigned blocks = static_cast<unsigned>(common::planes(p, p.heads) * a.pieces);
   common::prepare_kernel<T><<<blocks, common::kPrepareThreads, 0, stream>>>(a);
@@ -76,27 +78,39 @@ cudaError_t rows(int variant, const BackwardCall& call, cudaStream_t stream) {
   }
 }
 
-// What is left to launch after the gradient of the mask.
-template <class T>
-cudaError_t scalar(const BackwardCall& call, cudaStream_t stream) {
-  const Gradients& g = call.gradients;
-  cudaError_t error = cudaSuccess;
-  if (g.dkey.data != nullptr || g.dvalue.data != nullptr || g.dmask != nullptr) error = launch_scalar_keys<T>(call, stream);
-  if (error == cudaSuccess && g.dquery.data != nullptr) error = launch_scalar_rows<T>(call, stream);
-  return error;
+cudaError_t keys_tf32(int variant, const BackwardCall& call, cudaStream_t stream) {
+  switch (variant) {
+    case 10: return launch_tf32_keys<10>(call, stream);
+    case 11: return launch_tf32_keys<11>(call, stream);
+    default: return cudaErrorInvalidValue;
+  }
 }
 
+cudaError_t rows_tf32(int variant, const BackwardCall& call, cudaStream_t stream) {
+  switch (variant) {
+    case 8: return launch_tf32_rows<8>(call, stream);
+    case 9: return launch_tf32_rows<9>(call, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+// dK and dV, dQ where it is summed there, the mask's gradient where it is wanted.
 template <class T>
-cudaError_t tensor(const BackwardCall& call, int variant, cudaStream_t stream) {
-  const Gradients& g = call.gradients;
-  cudaError_t error = cudaSuccess;
-  if (g.dkey.data != nullptr || g.dvalue.data != nullptr || g.dmask != nullptr || call.scratch.dquery != nullptr)
-    error = keys<T>(variant, call, stream);
-  if (error != cudaSuccess || g.dquery.data == nullptr) return error;
-  if (call.scratch.dquery != nullptr) return convert<T>(call, stream);
-  BackwardCall alone = call;
-  alone.gradients.dmask = nullptr;  // the keys kernel's
-  return rows<T>(cuda::kBackwardTiles[variant].dquery, alone, stream);
+cudaError_t launch_from_keys(int variant, const BackwardCall& call, cudaStream_t stream) {
+  const cuda::BackwardBody body = cuda::kBackwardTiles[variant].body;
+  if (body == cuda::BackwardBody::kScalar) return launch_scalar_keys<T>(call, stream);
+  if constexpr (sizeof(T) == 2) return keys<T>(variant, call, stream);
+  return keys_tf32(variant, call, stream);
+}
+
+// dQ by itself.
+template <class T>
+cudaError_t launch_from_rows(int variant, BackwardCall call, cudaStream_t stream) {
+  const cuda::BackwardTile& tile = cuda::kBackwardTiles[variant];
+  call.gradients.dmask = nullptr;  // the keys kernel's
+  if (tile.body == cuda::BackwardBody::kScalar) return launch_scalar_rows<T>(call, stream);
+  if constexpr (sizeof(T) == 2) return rows<T>(tile.dquery, call, stream);
+  return rows_tf32(tile.dquery, call, stream);
 }
 
 template <class T>
@@ -106,10 +120,14 @@ cudaError_t run(BackwardCall call, int variant, cudaStream_t stream) {
     if (cudaError_t error = launch_scalar_mask<T>(call, stream); error != cudaSuccess) return error;
     call.gradients.dmask = nullptr;
   }
-  if constexpr (sizeof(T) == 2) {
-    if (cuda::kBackwardTiles[variant].body == cuda::BackwardBody::kTensor) return tensor<T>(call, variant, stream);
+  const Gradients& g = call.gradients;
+  if (g.dkey.data != nullptr || g.dvalue.data != nullptr || g.dmask != nullptr || call.sum_dquery) {
+    if (cudaError_t error = launch_from_keys<T>(variant, call, stream); error != cudaSuccess) return error;
   }
-  return scalar<T>(call, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (call.scratch.dquery != nullptr) return convert<T>(call, stream);
+  }
+  return g.dquery.data == nullptr || call.sum_dquery ? cudaSuccess : launch_from_rows<T>(variant, call, stream);
 }
 
 }  // namespace
@@ -121,8 +139,10 @@ cudaError_t backward(const Problem& problem, const Gradients& gradients, const P
   call.modifiers = common::modifiers(problem);
   call.load_bytes = plan.load_bytes;
   call.store_bytes = plan.store_bytes;
-  if (cuda::kBackwardTiles[plan.variant].body != cuda::BackwardBody::kScalar)
-    call.scratch = common::scratch(problem, cuda::sums_dquery(gradients), workspace);
+  if (cuda::kBackwardTiles[plan.variant].body != cuda::BackwardBody::kScalar) {
+    call.sum_dquery = cuda::sums_dquery(gradients);
+    call.scratch = common::scratch(problem, cuda::scratch_dquery(gradients, plan.variant), workspace);
+  }
   switch (problem.dtype) {
     case DType::kFloat16: return run<__half>(call, plan.variant, stream);
     case DType::kBFloat16: return run<__nv_bfloat16>(call, plan.variant, stream);

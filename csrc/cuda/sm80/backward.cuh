@@ -260,11 +260,13 @@ class KeyGradients {
     };
     if constexpr (kPlain) {
       if (border) common::hide<true>(rScore, owner_.interval, owner_.sequence.rows, at);
-      weigh_plain<T>(rScore, rGradient, rWeight, rScoreGradient, call_.modifiers.scale * common::kLog2e, statistic);
+      weigh_plain(rScore, rGradient, call_.modifiers.scale * common::kLog2e, statistic);
     } else {
       const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout_, owner_.batch, query_head(head), border, lane_};
-      weigh_general<true, T>(rScore, rGradient, rWeight, rScoreGradient, context, at, statistic);
+      weigh_general<true, T>(rScore, rGradient, context, at, statistic);
     }
+    tile::pack<T>(rWeight, rGradient);
+    tile::pack<T>(rScoreGradient, rScore);
     if (kSharing > 1 || call_.scratch.dquery != nullptr) {
       const uint32_t sScore = shared_ + Config::kScoreAt;
 #pragma unroll
@@ -428,7 +430,7 @@ class KeyGradients {
   const problem::Dropout dropout_;
   // Lane addresses for ldmatrix: K (or V, kValueAt further) as lines; Q (or dO) as columns; Q (or dO) transposed.
   const uint32_t sLines_, sColumns_, sTransposed_;
-  Stream<typename Config::RowLoader, Operand, kRows, kPlain> query_, gradient_;
+  LineStream<typename Config::RowLoader, Operand, kRows, kPlain> query_, gradient_;
   int ahead_, ahead_head_;  // the tile and head of the group that fetch() takes next
   int64_t ahead_row_;       // first row of that head in the scratch
   float rKeyGradient_[kI][Config::kColumns / 8][4], rValueGradient_[kI][Config::kColumns / 8][4];

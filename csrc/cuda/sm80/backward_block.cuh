@@ -15,6 +15,7 @@ struct BackwardCall {
   problem::Gradients gradients;
   common::Modifiers modifiers;
   common::Scratch scratch;
+  bool sum_dquery;              // the keys kernel adds up dQ: in the scratch, or in dq itself where that is fp32
   int load_bytes, store_bytes;  // alignment of rows: 16, 8, 4 or the size of an element
   int pieces;                   // tiles per plane (common/locate.cuh)
   int planes;                   // kv heads of all sequences; of the dQ kernel: query heads
@@ -94,10 +95,10 @@ struct Walk {
 
 // Tiles of one array, read in order of their lines by all threads of a block; one pointer per thread walks along.
 template <class Loader, class Layout, int kTile, bool kPlain>
-class Stream {
+class LineStream {
  public:
   // lines: length of the sequence; dim: elements of a line; width: alignment in bytes.
-  __device__ __forceinline__ Stream(int64_t row_stride, int64_t lines, int64_t dim, int width)
+  __device__ __forceinline__ LineStream(int64_t row_stride, int64_t lines, int64_t dim, int width)
       : stride_(row_stride * Layout::kElementBytes),
         row_bytes_(static_cast<int>(dim) * Layout::kElementBytes),
         lines_(static_cast<int>(lines)),

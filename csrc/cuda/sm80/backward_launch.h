@@ -14,6 +14,12 @@ cudaError_t launch_keys(BackwardCall call, cudaStream_t stream);
 template <class T, int kVariant>
 cudaError_t launch_rows(BackwardCall call, cudaStream_t stream);
 
+// fp32: dK, dV and dQ; dQ by itself.
+template <int kVariant>
+cudaError_t launch_tf32_keys(BackwardCall call, cudaStream_t stream);
+template <int kVariant>
+cudaError_t launch_tf32_rows(BackwardCall call, cudaStream_t stream);
+
 // Plain arithmetic: dK and dV; dQ; the gradient of the mask.
 template <class T>
 cudaError_t launch_scalar_keys(BackwardCall call, cudaStream_t stream);

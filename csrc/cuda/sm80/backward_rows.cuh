@@ -151,7 +151,6 @@ class RowGradients {
       }
     }
 
-    uint32_t rWeight[kI][kKeys / 16][4], rScoreGradient[kI][kKeys / 16][4];  // the weights are not needed here: never computed
     const common::Place at(owner_.first, int64_t{key_tile} * kKeys, row_line_, 0, lane_);
     const bool border = !walk_.full(key_tile);
     const auto statistics = [&](int i, int, int half) {
@@ -159,12 +158,14 @@ class RowGradients {
     };
     if constexpr (kPlain) {
       if (border) common::hide<false>(rScore, owner_.interval, owner_.sequence.rows, at);
-      weigh_plain<T>(rScore, rGradient, rWeight, rScoreGradient, call_.modifiers.scale * common::kLog2e, statistics);
+      weigh_plain(rScore, rGradient, call_.modifiers.scale * common::kLog2e, statistics);
     } else {
       const ScoreContext context{call_,        owner_.sequence, owner_.interval, dropout_,
                                  owner_.batch, owner_.head,     border,          lane_};
-      weigh_general<false, T>(rScore, rGradient, rWeight, rScoreGradient, context, at, statistics);
+      weigh_general<false, T>(rScore, rGradient, context, at, statistics);
     }
+    uint32_t rScoreGradient[kI][kKeys / 16][4];
+    tile::pack<T>(rScoreGradient, rScore);
 
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -211,7 +212,7 @@ class RowGradients {
   const problem::Dropout dropout_;
   // Lane addresses for ldmatrix: Q (or dO) as lines; K (or V) as columns; K transposed.
   const uint32_t sLines_, sColumns_, sTransposed_;
-  Stream<typename Config::KeyLoader, Operand, kKeys, kPlain> key_, value_;
+  LineStream<typename Config::KeyLoader, Operand, kKeys, kPlain> key_, value_;
   float rLse2_[kI][2], rDelta_[kI][2];
   float rQueryGradient_[kI][kSteps * 2][4];
 };

@@ -27,20 +27,10 @@ struct ScoreContext {
   int lane;
 };
 
-template <int kI, int kJ>
-using Packed = uint32_t[kI][kJ / 2][4];
-
-// The pair (j, half) of line block i of an accumulator, in its packed form.
-template <int kI, int kJ>
-__device__ __forceinline__ uint32_t& pair_of(uint32_t (&r)[kI][kJ][4], int i, int j, int half) {
-  return r[i][j / 2][(j & 1) * 2 + half];
-}
-
-// statistics(i, j, half) -> Statistics of that pair.
-template <class T, int kI, int kJ, class Find>
-__device__ __forceinline__ void weigh_plain(const float (&rScore)[kI][kJ][4], const float (&rGradient)[kI][kJ][4],
-                                            uint32_t (&rWeight)[kI][kJ / 2][4], uint32_t (&rScoreGradient)[kI][kJ / 2][4],
-                                            float log2_scale, Find statistics) {
+// In place: scores become dS, dP becomes P. statistics(i, j, half) -> Statistics of that pair.
+template <int kI, int kJ, class Find>
+__device__ __forceinline__ void weigh_plain(float (&rScore)[kI][kJ][4], float (&rGradient)[kI][kJ][4], float log2_scale,
+                                            Find statistics) {
 #pragma unroll
   for (int j = 0; j < kJ; ++j)
 #pragma unroll
@@ -48,14 +38,13 @@ __device__ __forceinline__ void weigh_plain(const float (&rScore)[kI][kJ][4], co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Statistics at = statistics(i, j, half);
-        float p[2], ds[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-          p[f] = ptx::exp2(fmaf(rScore[i][j][2 * half + f], log2_scale, -at.lse2[f]));
-          ds[f] = p[f] * (rGradient[i][j][2 * half + f] - at.delta[f]);
+          float &score = rScore[i][j][2 * half + f], &gradient = rGradient[i][j][2 * half + f];
+          const float probability = ptx::exp2(fmaf(score, log2_scale, -at.lse2[f]));
+          score = probability * (gradient - at.delta[f]);
+          gradient = probability;
         }
-        pair_of(rWeight, i, j, half) = ptx::pack(p[0], p[1], T());
-        pair_of(rScoreGradient, i, j, half) = ptx::pack(ds[0], ds[1], T());
       }
 }
 
@@ -108,27 +97,61 @@ __device__ __forceinline__ void add_mask_gradient(const float (&r)[kI][kJ][4], c
   }
 }
 
-template <bool kTransposed, class T, int kI, int kJ, class Find>
-__device__ __forceinline__ void weigh_general(float (&rScore)[kI][kJ][4], float (&rGradient)[kI][kJ][4],
-                                              uint32_t (&rWeight)[kI][kJ / 2][4], uint32_t (&rScoreGradient)[kI][kJ / 2][4],
-                                              const ScoreContext& c, const common::Place& at, Find statistics) {
-  const problem::Problem& p = c.call.problem;
-  const common::Modifiers& m = c.call.modifiers;
-  const bool capped = m.flags & common::kSoftcap, dropped = m.flags & common::kDropout;
+// 1 - tanh^2 of a fragment, at the accuracy of T's gradients: pairs of fp16 where those are 16 bits wide.
+template <class T, int kI, int kJ>
+class CapSlope {
+ public:
+  // r: tanh of the scores.
+  __device__ __forceinline__ void keep(const float (&r)[kI][kJ][4]) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j) {
+        float slope[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) slope[e] = fmaf(-r[i][j][e], r[i][j][e], 1.f);
+        if constexpr (kNarrow) {
+          words_[i][j][0] = ptx::pack(slope[0], slope[1], __half());
+          words_[i][j][1] = ptx::pack(slope[2], slope[3], __half());
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) words_[i][j][e] = __float_as_uint(slope[e]);
+        }
+      }
+  }
 
-  const float log2_scale = common::cap<T>(rScore, m);
-  uint32_t rSlope[kI][kJ / 2][4];  // 1 - tanh^2 as pairs of fp16: finer than what dS is rounded to
-  if (capped) {
+  __device__ __forceinline__ void multiply(float (&r)[kI][kJ][4]) const {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
       for (int j = 0; j < kJ; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float low = rScore[i][j][2 * half], high = rScore[i][j][2 * half + 1];
-          pair_of(rSlope, i, j, half) = ptx::pack(fmaf(-low, low, 1.f), fmaf(-high, high, 1.f), __half());
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (kNarrow) {
+            const uint32_t word = words_[i][j][e / 2] >> (e % 2 * 16);
+            r[i][j][e] *= __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+          } else {
+            r[i][j][e] *= __uint_as_float(words_[i][j][e]);
+          }
         }
   }
+
+ private:
+  static constexpr bool kNarrow = sizeof(T) == 2;
+  uint32_t words_[kI][kJ][kNarrow ? 2 : 4];
+};
+
+// The same with every feature. T: the element type.
+template <bool kTransposed, class T, int kI, int kJ, class Find>
+__device__ __forceinline__ void weigh_general(float (&rScore)[kI][kJ][4], float (&rGradient)[kI][kJ][4], const ScoreContext& c,
+                                              const common::Place& at, Find statistics) {
+  const problem::Problem& p = c.call.problem;
+  const common::Modifiers& m = c.call.modifiers;
+  const bool capped = m.flags & common::kSoftcap, dropped = m.flags & common::kDropout;
+
+  const float log2_scale = common::cap<T>(rScore, m);
+  CapSlope<T, kI, kJ> slope;
+  if (capped) slope.keep(rScore);
   common::add_modifiers<kTransposed, T>(rScore, p, m, c.batch, c.head, c.sequence.rows, c.interval, at, log2_scale);
   if (c.border) common::hide<kTransposed>(rScore, c.interval, c.sequence.rows, at);
 
@@ -160,35 +183,20 @@ __device__ __forceinline__ void weigh_general(float (&rScore)[kI][kJ][4], float 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Statistics of = statistics(i, j, half);
-        float weight[2];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
-          float& x = rScore[i][j][2 * half + f];
-          weight[f] = x;
-          if (dropped) weight[f] = __float_as_int(x) < 0 ? 0.f : x * m.keep_scale;
-          x = fabsf(x) * (rGradient[i][j][2 * half + f] - of.delta[f]);
+          float &x = rScore[i][j][2 * half + f], &gradient = rGradient[i][j][2 * half + f];
+          float weight = x;
+          if (dropped) weight = __float_as_int(x) < 0 ? 0.f : x * m.keep_scale;
+          x = fabsf(x) * (gradient - of.delta[f]);
+          gradient = weight;
         }
-        pair_of(rWeight, i, j, half) = ptx::pack(weight[0], weight[1], T());
       }
   if (c.call.gradients.dmask != nullptr) {
     if (c.border) common::hide<kTransposed>(rScore, c.interval, c.sequence.rows, at, 0.f);
     add_mask_gradient<kTransposed>(rScore, c, at);
   }
-#pragma unroll
-  for (int i = 0; i < kI; ++i)
-#pragma unroll
-    for (int j = 0; j < kJ; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float low = rScore[i][j][2 * half], high = rScore[i][j][2 * half + 1];
-        if (capped) {
-          const uint32_t slope = pair_of(rSlope, i, j, half);
-          const float2 factor = __half22float2(*reinterpret_cast<const __half2*>(&slope));
-          low *= factor.x;
-          high *= factor.y;
-        }
-        pair_of(rScoreGradient, i, j, half) = ptx::pack(low, high, T());
-      }
+  if (capped) slope.multiply(rScore);
 }
 
 }  // namespace flash::sm80

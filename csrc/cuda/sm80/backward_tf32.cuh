@@ -1,0 +1,391 @@
+// sm80/backward_tf32.cuh: fp32 gradients on tensor cores, at fp32's accuracy: x = high + low, both TF32; a b = high high + high low +
+// low high. One loop from either side. A block owns kLines lines and walks over tiles of kColumns columns:
+//   of keys   lines are keys, columns the rows that see them, for each query head of the group: dV += P^T dO, dK += dS^T Q;
+//             dQ += dS K is added to dq itself in global memory, unless a kernel of rows follows
+//   of rows   lines are rows, columns the keys they see: dQ += dS K. The same bits in every run
+// Tensor cores truncate when they add in fp32: the small products of S and dP have accumulators of their own, and what a tile adds to a
+// gradient has fresh ones, added by FADD.
+// Permutations save all transposes: inside a k8 step, k = t and t + 4 of an A operand are columns 2t and 2t + 1, which accumulators
+// already hold; and column g of n8 tile j of a gradient is 4 g + j, so that one 16-byte read of the walked tile feeds four products.
+#pragma once
+#include "cuda/ptx/memory.cuh"
+#include "cuda/sm80/backward_block.cuh"
+#include "cuda/sm80/backward_score.cuh"
+#include "cuda/tile/multiply.cuh"
+#include "cuda/tiles.h"
+
+namespace flash::sm80 {
+
+template <cuda::BackwardTile kTile>
+struct Tf32Keys {
+  static constexpr bool kOfKeys = true;
+  static constexpr int kDim = kTile.bucket, kLines = kTile.keys, kColumns = kTile.rows, kWarps = kTile.warps;
+  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident, kSharedBytes = cuda::backward_shared_bytes(kTile);
+};
+
+template <cuda::RowGradientTile kTile>
+struct Tf32Rows {
+  static constexpr bool kOfKeys = false;
+  static constexpr int kDim = kTile.bucket, kLines = kTile.rows, kColumns = kTile.keys, kWarps = kTile.warps;
+  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident, kSharedBytes = cuda::row_gradient_shared_bytes(kTile);
+};
+
+template <class Config>
+class Tf32Gradients {
+  static constexpr bool kOfKeys = Config::kOfKeys;
+  static constexpr int kDim = Config::kDim, kLines = Config::kLines, kColumns = Config::kColumns, kThreads = Config::kThreads;
+  static constexpr int kI = kLines / Config::kWarps / 16, kJ = kColumns / 8, kSlabs = kDim / 32;  // slabs of 32 head dims
+  using Layout = tile::Padded<kDim>;       // lines and columns, [., kDim]
+  using ScoreLayout = tile::Padded<kLines>;  // dS [kColumns rows, kLines keys], for dQ
+  using LineLoader = tile::Loader<Layout, kLines, kThreads>;
+  using ColumnLoader = tile::Loader<Layout, kColumns, kThreads>;
+  using Scores = float[kI][kJ][4];
+  using Sums = float[kI][kSlabs * 4][4];  // [i][4 d + q][2 half + f]: column 32 d + 4 (2 (lane % 4) + f) + q
+
+  // Shared memory: lines (K, V or Q, dO), columns (Q, dO or K, V); of keys also dS and lse2, delta of the columns.
+  static constexpr int kLineBytes = Layout::bytes(kLines), kColumnBytes = Layout::bytes(kColumns);
+  static constexpr int kColumnAt = 2 * kLineBytes, kScoreAt = kColumnAt + 2 * kColumnBytes;
+  static constexpr int kStatisticsAt = kScoreAt + (kOfKeys ? ScoreLayout::bytes(kColumns) : 0);
+  static_assert(Config::kSharedBytes == kStatisticsAt + (kOfKeys ? 8 * kColumns : 0));
+
+ public:
+  static __device__ __forceinline__ void run(const BackwardCall& call) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const Owner owner = Owner::find<!kOfKeys, kLines>(call);
+    if (owner.count <= 0) return;
+    Tf32Gradients(call, owner, ptx::shared_address(memory)).walk();
+  }
+
+ private:
+  __device__ __forceinline__ Tf32Gradients(const BackwardCall& call, const Owner& owner, uint32_t shared)
+      : call_(call),
+        owner_(owner),
+        walk_(kOfKeys ? Walk::over_rows<kColumns, kLines>(owner) : Walk::over_keys<kColumns>(owner)),
+        shared_(shared),
+        lane_(threadIdx.x & 31),
+        warp_(threadIdx.x >> 5),
+        first_line_(warp_ * kI * 16),
+        dropout_(call.problem.dropout_p > 0 ? problem::dropout(call.problem.seed, call.problem.dropout_p) : problem::Dropout{}),
+        sLines_(Layout::address(shared, first_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_))),
+        sColumns_(Layout::address(shared + kColumnAt, tile::column_block_row(lane_), tile::column_block_chunk(lane_))),
+        sPairs_(Layout::address(shared + kColumnAt, tile::lane_column(lane_), tile::lane_line(lane_))) {}
+
+  __device__ __forceinline__ void walk() {
+    const problem::Problem& p = call_.problem;
+    const problem::Gradients& g = call_.gradients;
+    load_lines();
+    if constexpr (!kOfKeys) load_statistics();
+    tile::clear(rFirst_);
+    if constexpr (kOfKeys) tile::clear(rSecond_);
+    const problem::Array &first = kOfKeys ? p.query : p.key, &second = kOfKeys ? g.dout : p.value;
+    const int64_t lines = kOfKeys ? owner_.sequence.rows : owner_.sequence.keys, start = kOfKeys ? owner_.sequence.row : owner_.sequence.key;
+    Columns firsts(first.row, lines, p.head_dim, call_.load_bytes), seconds(second.row, lines, p.value_dim, call_.load_bytes);
+    firsts.clear(shared_ + kColumnAt, 1);
+    seconds.clear(shared_ + kColumnAt + kColumnBytes, 1);
+    const uint32_t to = shared_ + kColumnAt, to_lane = Layout::address(to, ColumnLoader::row(), ColumnLoader::chunk());
+    const int64_t group = p.heads / p.kv_heads;
+#pragma unroll 1
+    for (int64_t h = 0; h < (kOfKeys ? group : 1); ++h) {
+      const int64_t head = kOfKeys ? owner_.head * group + h : owner_.head, walked = kOfKeys ? head : problem::kv_head(p, head);
+      firsts.begin(first.data, problem::offset(first, owner_.batch, walked, start), walk_.first);
+      seconds.begin(second.data, problem::offset(second, owner_.batch, walked, start), walk_.first);
+#pragma unroll 1
+      for (int tile = walk_.first; tile <= walk_.last; ++tile) {
+        __syncthreads();  // everybody is done with the previous tile
+        firsts.fetch(tile, to, to_lane);
+        seconds.fetch(tile, to + kColumnBytes, to_lane + kColumnBytes);
+        if constexpr (kOfKeys) fetch_statistics(tile, head);
+        ptx::commit_copies();
+        ptx::wait_copies<0>();
+        __syncthreads();
+        step(tile, head);
+      }
+    }
+    ptx::commit_copies();  // nothing was walked over: copies of the lines may still be under way
+    ptx::wait_copies<0>();
+    if constexpr (kOfKeys) {
+      store(g.dkey, rFirst_, call_.modifiers.scale, owner_.sequence.key, p.head_dim);
+      store(g.dvalue, rSecond_, 1.f, owner_.sequence.key, p.value_dim);
+    } else {
+      store(g.dquery, rFirst_, call_.modifiers.scale, owner_.sequence.row, p.head_dim);
+    }
+  }
+
+  // The block's own lines, once.
+  __device__ __forceinline__ void load_lines() const {
+    const problem::Problem& p = call_.problem;
+    const int64_t start = (kOfKeys ? owner_.sequence.key : owner_.sequence.row) + owner_.first;
+    const auto load = [&](uint32_t to, const problem::Array& a, int64_t dim) {
+      const char* from = static_cast<const char*>(a.data) + problem::offset(a, owner_.batch, owner_.head, start) * 4;
+      if (call_.load_bytes == 16) {
+        LineLoader::load(to, from, a.row * 4, owner_.count, static_cast<int>(dim) * 4);
+      } else {
+        LineLoader::load_narrow(to, from, a.row * 4, owner_.count, static_cast<int>(dim) * 4, call_.load_bytes);
+      }
+    };
+    load(shared_, kOfKeys ? p.key : p.query, p.head_dim);
+    load(shared_ + kLineBytes, kOfKeys ? p.value : call_.gradients.dout, p.value_dim);
+  }
+
+  // Of keys: lse2 and delta of a tile of rows, [2][kColumns].
+  __device__ __forceinline__ void fetch_statistics(int tile, int64_t head) const {
+    if (threadIdx.x >= kColumns / 2) return;
+    const int part = threadIdx.x / (kColumns / 4), row = threadIdx.x % (kColumns / 4) * 4;
+    const int64_t first = call_.scratch.first_block(call_.problem, owner_.sequence, head) * common::kBlockRows;
+    const float* from = (part == 0 ? call_.scratch.lse2 : call_.scratch.delta) + first + int64_t{tile} * kColumns + row;
+    const bool inside = int64_t{tile} * kColumns + row < owner_.sequence.rows;
+    ptx::copy_16(shared_ + kStatisticsAt + (part * kColumns + row) * 4, inside ? from : call_.scratch.lse2, inside ? 16 : 0);
+  }
+
+  // Of rows: lse2 and delta of this lane's lines.
+  __device__ __forceinline__ void load_statistics() {
+    const int64_t first = call_.scratch.first_block(call_.problem, owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int line = first_line_ + i * 16 + half * 8 + tile::lane_line(lane_);
+        const bool exists = line < owner_.count;
+        rLse2_[i][half] = exists ? call_.scratch.lse2[first + line] : INFINITY;
+        rDelta_[i][half] = exists ? call_.scratch.delta[first + line] : 0.f;
+      }
+  }
+
+  __device__ __forceinline__ void step(int tile, int64_t head) {
+    Scores rScore, rGradient;
+    multiply(rScore, sLines_, sColumns_);
+    multiply(rGradient, sLines_ + kLineBytes, sColumns_ + kColumnBytes);
+    const int64_t column = int64_t{tile} * kColumns;
+    const common::Place at(kOfKeys ? column : owner_.first, kOfKeys ? owner_.first : column, first_line_, 0, lane_);
+    const ScoreContext context{call_,        owner_.sequence, owner_.interval,   dropout_,
+                               owner_.batch, head,            !walk_.full(tile), lane_};
+    weigh_general<kOfKeys, float>(rScore, rGradient, context, at, [&](int i, int j, int half) {
+      if constexpr (kOfKeys) {
+        const uint32_t sStatistics = shared_ + kStatisticsAt + (j * 8 + tile::lane_column(lane_)) * 4;
+        const float2 lse2 = ptx::load_shared_8(sStatistics), delta = ptx::load_shared_8(sStatistics + kColumns * 4);
+        return Statistics{{lse2.x, lse2.y}, {delta.x, delta.y}};
+      } else {
+        return Statistics{{rLse2_[i][half], rLse2_[i][half]}, {rDelta_[i][half], rDelta_[i][half]}};
+      }
+    });
+    if constexpr (kOfKeys) {
+      if (call_.sum_dquery) {
+        store_score(rScore);
+        __syncthreads();
+        add_query_gradient(tile, head);
+      }
+    }
+    accumulate(rFirst_, rScore, sPairs_);
+    if constexpr (kOfKeys) accumulate(rSecond_, rGradient, sPairs_ + kColumnBytes);
+  }
+
+  // A register of four floats as TF32 terms.
+  struct Terms {
+    uint32_t high[4], low[4];
+  };
+  static __device__ __forceinline__ Terms split(const uint32_t (&x)[4]) {
+    Terms r;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      r.high[e] = ptx::to_tf32(__uint_as_float(x[e]));
+      r.low[e] = ptx::to_tf32(__uint_as_float(x[e]) - __uint_as_float(r.high[e]));
+    }
+    return r;
+  }
+  static __device__ __forceinline__ Terms split(uint4 x) { return split({x.x, x.y, x.z, x.w}); }
+
+  // r [lines, columns] = lines columns^T.
+  static __device__ __forceinline__ void multiply(Scores& r, uint32_t sLines, uint32_t sColumns) {
+    Scores rSmall;
+    tile::clear(r);
+    tile::clear(rSmall);
+#pragma unroll 4
+    for (int k = 0; k < kDim / 8; ++k) {
+      Terms rLine[kI];
+#pragma unroll
+      for (int i = 0; i < kI; ++i) {
+        uint32_t x[4];
+        ptx::load_matrices(x, Layout::columns(sLines, k) + i * 16 * Layout::kRowBytes);
+        rLine[i] = split(x);
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) {
+        uint32_t x[4];
+        ptx::load_matrices(x, Layout::columns(sColumns, k) + j * 16 * Layout::kRowBytes);
+        const Terms rColumn = split(x);
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int high0 = 2 * n, high1 = 2 * n + 1;
+            ptx::mma_tf32(rSmall[i][2 * j + n], rLine[i].low, rColumn.high[high0], rColumn.high[high1]);
+            ptx::mma_tf32(r[i][2 * j + n], rLine[i].high, rColumn.high[high0], rColumn.high[high1]);
+            ptx::mma_tf32(rSmall[i][2 * j + n], rLine[i].high, rColumn.low[high0], rColumn.low[high1]);
+          }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) r[i][j][e] += rSmall[i][j][e];
+  }
+
+  // rFresh [lines, 32 head dims] += a [lines, 8] times two rows per lane of a walked tile.
+  template <int kLineBlocks>
+  static __device__ __forceinline__ void multiply_slab(float (&rFresh)[kLineBlocks][4][4], const Terms (&a)[kLineBlocks], uint32_t sRow) {
+    const Terms even = split(ptx::load_shared_16(sRow)), odd = split(ptx::load_shared_16(sRow + Layout::kRowBytes));
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+#pragma unroll
+      for (int i = 0; i < kLineBlocks; ++i) {
+        ptx::mma_tf32(rFresh[i][q], a[i].low, even.high[q], odd.high[q]);
+        ptx::mma_tf32(rFresh[i][q], a[i].high, even.low[q], odd.low[q]);
+        ptx::mma_tf32(rFresh[i][q], a[i].high, even.high[q], odd.high[q]);
+      }
+  }
+
+  // rSum [lines, kDim] += rWeight [lines, columns] times the walked tile.
+  static __device__ __forceinline__ void accumulate(Sums& rSum, const Scores& rWeight, uint32_t sPairs) {
+#pragma unroll
+    for (int d = 0; d < kSlabs; ++d) {
+      float rFresh[kI][4][4];
+      tile::clear(rFresh);
+#pragma unroll
+      for (int k = 0; k < kJ; ++k) {
+        Terms rLine[kI];
+#pragma unroll
+        for (int i = 0; i < kI; ++i) {
+          const float(&w)[4] = rWeight[i][k];
+          rLine[i] = split({__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]), __float_as_uint(w[3])});
+        }
+        multiply_slab<kI>(rFresh, rLine, sPairs + k * 8 * Layout::kRowBytes + d * 128);
+      }
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) rSum[i][d * 4 + q][e] += rFresh[i][q][e];
+    }
+  }
+
+  // dS^T to shared memory as dS [rows, keys]; inside 8 keys, key 2t goes to place t and 2t + 1 to t + 4: the permutation of k.
+  __device__ __forceinline__ void store_score(const Scores& rScore) const {
+    const int key = tile::lane_line(lane_), place = key / 2 + key % 2 * 4;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = j * 8 + tile::lane_column(lane_) + e % 2;
+          const uint32_t to = ScoreLayout::address(shared_ + kScoreAt, row, 0) + (first_line_ + i * 16 + e / 2 * 8 + place) * 4;
+          ptx::store_shared(to, __float_as_uint(rScore[i][j][e]));
+        }
+  }
+
+  // dQ [rows of the tile, kDim] += scale dS K in global memory. Warps: slabs of head dims, then blocks of 16 rows.
+  __device__ __forceinline__ void add_query_gradient(int tile, int64_t head) const {
+    constexpr int kRowWarps = Config::kWarps / kSlabs, kRowBlocks = kColumns / 16 / kRowWarps;
+    static_assert(Config::kWarps % kSlabs == 0 && kColumns / 16 % kRowWarps == 0);
+    const int slab = warp_ % kSlabs, first_row = warp_ / kSlabs * kRowBlocks * 16;
+    const uint32_t sScore =
+        ScoreLayout::address(shared_ + kScoreAt, first_row + tile::row_block_row(lane_), tile::row_block_chunk(lane_));
+    const uint32_t sKey = Layout::address(shared_, tile::lane_column(lane_), tile::lane_line(lane_)) + slab * 128;
+    float rSum[kRowBlocks][4][4];
+    tile::clear(rSum);
+#pragma unroll
+    for (int k = 0; k < kLines / 8; ++k) {
+      Terms rLine[kRowBlocks];
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        uint32_t x[4];
+        ptx::load_matrices(x, ScoreLayout::columns(sScore, k) + i * 16 * ScoreLayout::kRowBytes);
+        rLine[i] = split(x);
+      }
+      multiply_slab<kRowBlocks>(rSum, rLine, sKey + k * 8 * Layout::kRowBytes);
+    }
+    const problem::Array& dq = call_.gradients.dquery;
+    const float scale = call_.modifiers.scale;
+    const int64_t row = int64_t{tile} * kColumns + first_row + tile::lane_line(lane_);
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t line = row + i * 16 + half * 8;
+        if (line >= owner_.sequence.rows) continue;
+        float* to = static_cast<float*>(dq.data) + problem::offset(dq, owner_.batch, head, owner_.sequence.row + line);
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+          float v[4];
+#pragma unroll
+          for (int q = 0; q < 4; ++q) v[q] = rSum[i][q][2 * half + f] * scale;
+          add_four(to, slab * 32 + 4 * (tile::lane_column(lane_) + f), v);
+        }
+      }
+  }
+
+  __device__ __forceinline__ void add_four(float* row, int column, const float (&v)[4]) const {
+    const int dim = static_cast<int>(call_.problem.head_dim);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (call_.store_bytes == 16) {
+      if (column < dim) ptx::reduce_add_4(row + column, v[0], v[1], v[2], v[3]);
+      return;
+    }
+#endif
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      if (column + q < dim) ptx::reduce_add(row + column + q, v[q]);
+  }
+
+  // Straight from registers: a lane holds four neighbouring columns.
+  __device__ __forceinline__ void store(const problem::Array& a, const Sums& r, float scale, int64_t start, int64_t dim) const {
+    if (a.data == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int line = first_line_ + i * 16 + half * 8 + tile::lane_line(lane_);
+        if (line >= owner_.count) continue;
+        float* to = static_cast<float*>(a.data) + problem::offset(a, owner_.batch, owner_.head, start + owner_.first + line);
+#pragma unroll
+        for (int d = 0; d < kSlabs; ++d)
+#pragma unroll
+          for (int f = 0; f < 2; ++f) {
+            const int column = d * 32 + 4 * (tile::lane_column(lane_) + f);
+            float v[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) v[q] = r[i][d * 4 + q][2 * half + f] * scale;
+            if (call_.store_bytes == 16 && column < dim) {
+              *reinterpret_cast<float4*>(to + column) = make_float4(v[0], v[1], v[2], v[3]);
+            } else {
+#pragma unroll
+              for (int q = 0; q < 4; ++q)
+                if (column + q < dim) to[column + q] = v[q];
+            }
+          }
+      }
+  }
+
+  using Columns = LineStream<ColumnLoader, Layout, kColumns, false>;
+
+  const BackwardCall& call_;
+  const Owner owner_;
+  const Walk walk_;
+  const uint32_t shared_;
+  const int lane_, warp_, first_line_;  // first_line_: this warp's, in the tile
+  const problem::Dropout dropout_;
+  // Lane addresses: the first line operand and the first walked tile for ldmatrix; the walked tile for 16-byte reads of two rows.
+  const uint32_t sLines_, sColumns_, sPairs_;
+  float rLse2_[kI][2], rDelta_[kI][2];  // of rows
+  Sums rFirst_, rSecond_;               // dK, dV; of rows: dQ
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kResident) backward_tf32_kernel(const __grid_constant__ BackwardCall call) {
+  Tf32Gradients<Config>::run(call);
+}
+
+}  // namespace flash::sm80
