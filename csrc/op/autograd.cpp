@@ -50,7 +50,25 @@ struct AttentionNode : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     saved.release();
   }
+};
 
+struct FlashAttentionBackward final : AttentionNode {
+  std::string name() const override { return "FlashAttentionBackward"; }
+
+  variable_list apply(variable_list&& grads) override {  // gradients of out and lse -> of query, key, value, mask, sinks
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
+    OwnedCall call = unpack();
+    call.grad_out = grads[0].defined() ? grads[0] : at::zeros_like(call.out);
+    call.grad_lse = present(grads[1]);
+    Wanted wanted;
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
+    auto [dquery, dkey, dvalue, dmask, dsinks] = call_backward(call.results(), call.inputs(), options, wanted);
+    return {dquery, dkey, dvalue, dmask, dsinks};
+  }
+
+  // Compiled autograd: what its cache key is made of, and a run of apply with traced tensors in place of the saved ones. Only
+  // here, because it hands in gradients of unknown sizes: they must go into one operator, unread.
   void compiled_args(CompiledNodeArgs& args) const override {
     saved.collect(args);
     args.collect(is_packed);
@@ -78,22 +96,6 @@ struct AttentionNode : Node {
     swap.after(options.window_left);
     swap.after(options.window_right);
     return result;
-  }
-};
-
-struct FlashAttentionBackward final : AttentionNode {
-  std::string name() const override { return "FlashAttentionBackward"; }
-
-  variable_list apply(variable_list&& grads) override {  // gradients of out and lse -> of query, key, value, mask, sinks
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
-    OwnedCall call = unpack();
-    call.grad_out = grads[0].defined() ? grads[0] : at::zeros_like(call.out);
-    call.grad_lse = present(grads[1]);
-    Wanted wanted;
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    auto [dquery, dkey, dvalue, dmask, dsinks] = call_backward(call.results(), call.inputs(), options, wanted);
-    return {dquery, dkey, dvalue, dmask, dsinks};
   }
 };
 

@@ -47,15 +47,6 @@ struct FlashMergeBackward final : Node {
     }
     return result;
   }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { saved.collect(args); }
-
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    saved.before(swap);
-    variable_list result = apply(variable_list(grads));
-    saved.after(swap);
-    return result;
-  }
 };
 
 OutLse merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {

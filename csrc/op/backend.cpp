@@ -163,10 +163,9 @@ Tensor empty_lse(const Inputs& in) {
   return in.packed != nullptr ? at::empty({q[1], q[0]}, options) : at::empty({q[0], q[1], q[2]}, options);
 }
 
-// d sinks = - sum over rows of exp(sink - lse) * delta. A row that sees nothing with a sink of -inf has weight 0, not NaN.
+// d sinks = - sum over rows of exp(sink - lse) * delta. Rows that see nothing, sink included, have no weight.
 Tensor sinks_gradient(const Call& call, at::ScalarType type) {
-  const double lowest = call.problem.fp64() ? std::numeric_limits<double>::lowest() : std::numeric_limits<float>::lowest();
-  const Tensor weight = at::exp(call.sinks.unsqueeze(-1) - call.lse.clamp_min(lowest));
+  const Tensor weight = at::exp(call.sinks.unsqueeze(-1) - call.lse).masked_fill_(call.lse.isneginf(), 0.0);
   const Tensor product = weight.mul_(call.delta).neg_();
   return (product.dim() == 3 ? product.sum(at::IntArrayRef{0, 2}) : product.sum(1)).to(type);
 }

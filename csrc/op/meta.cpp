@@ -19,8 +19,9 @@ OutLse forward(const Inputs& in, const Options& options) {
   return {empty_in_order(in.query, out, in.query.options()), std::move(lse)};
 }
 
-Gradients5 backward(const Results& results, const Inputs& in, const Options& options, Wanted wanted) {
-  check_backward(results, in, options);
+// grad_out is not looked at: compiled autograd traces with stand-ins of false sizes.
+Gradients5 backward(const Results&, const Inputs& in, const Options& options, Wanted wanted) {
+  check_forward(in, options);
   const auto like = [&](Gradient which, const Tensor& t) {
     return wanted[which] ? empty_in_order(t, t.sym_sizes(), t.options()) : Tensor();
   };
