@@ -1,16 +1,17 @@
 """Sharding rules for torch.distributed.tensor: dense attention runs replicated, sharded over the batch, or over the heads.
 
-A sharded sequence needs an exchange of keys (ring attention) and is refused by DTensor, which gathers it first. With dropout
-every shard draws its mask by its local coordinates from the same seed: valid masks, but other ones than without sharding.
+A sharded sequence would need an exchange of keys (ring attention): DTensor gathers it first. With dropout every shard draws its
+mask by its own coordinates from the same seed, so that shards drop alike, and otherwise than the unsharded call.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 Rule = tuple[list[Placement | None], list[Placement | None]]  # (outputs, inputs), None where there is no tensor
@@ -79,3 +80,14 @@ def backward(
         grads = [like_query, None if grad_lse is None else like_query]
         rules.append((outputs, grads + inputs[:3] + [like_query, like_query] + inputs[3:] + [None] * (1 + len(options))))
     return rules
+
+
+def _distinguish(operator: Any, first: int) -> None:
+    """DTensor caches what a rule answered by the tensors among the arguments, but not by where there is None and not by the output
+    mask, unless told from which argument on those count; register_sharding cannot be told."""
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known[operator] = dataclasses.replace(known[operator], static_argnum=first)
+
+
+_distinguish(torch.ops.flash.attention_forward.default, 3)  # from attn_mask on
+_distinguish(torch.ops.flash.attention_backward.default, 1)  # from grad_lse on

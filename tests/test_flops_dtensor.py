@@ -80,6 +80,13 @@ def sharded(rank: int, world: int, port: int) -> None:
         whole = distribute_tensor(mask, mesh, [Replicate()])
         masked = attention(query, key, value, whole, return_lse=True)[0]
         torch.testing.assert_close(masked.full_tensor(), attention(*tensors, mask))
+    # Which optional arguments there are, and which gradients are wanted, must not be confused with an earlier call.
+    for option in ("sinks", "alibi_slopes", "sinks"):
+        logits = torch.rand(4)
+        out = attention(query, key, value, **{option: distribute_tensor(logits, mesh, [Replicate()])})
+        torch.testing.assert_close(out.full_tensor(), attention(*tensors, **{option: logits}))
+    (only,) = torch.autograd.grad(attention(*parts, causal=True), parts[1], distribute_tensor(gradient, mesh, [placement]))
+    torch.testing.assert_close(only.full_tensor(), expected_gradients[1])
     destroy_process_group()
 
 
