@@ -19,12 +19,6 @@ enum class Body : uint8_t {
   kFma,    // one warp per row, plain arithmetic
 };
 
-// What the planner reads of a row of either direction.
-struct Tile {
-  int rows, keys;  // of a block's tile
-  int resident;    // blocks a multiprocessor holds
-};
-
 struct ForwardTile {
   int bucket;    // largest head_dim and value_dim
   int rows;      // query rows of a block
@@ -118,11 +112,6 @@ constexpr int forward_variant(const problem::Problem& p, int64_t shared_memory, 
     return i;
   }
   return -1;
-}
-
-constexpr Tile forward_tile(int variant) {
-  const ForwardTile& t = kForwardTiles[variant];
-  return {t.rows, t.keys, t.resident};
 }
 
 // Split keys: partial results as cuda/launch.cuh lays them out for combine(): fp32 out [splits][lse count][value_dim], then
@@ -229,11 +218,6 @@ constexpr int backward_variant(const problem::Problem& p, const problem::Gradien
     return i;
   }
   return -1;
-}
-
-constexpr Tile backward_tile(int variant) {
-  const BackwardTile& t = kBackwardTiles[variant];
-  return {t.rows, t.keys, t.resident};
 }
 
 // Whether the keys kernel adds up dQ, in the order of time, instead of leaving it to a kernel of its own.
