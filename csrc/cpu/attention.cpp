@@ -89,15 +89,18 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
   ForwardPlan plan;
   plan.tiling.keys = widest <= 128 ? 128 : widest <= 256 ? 64 : 32;
   const int64_t lanes = p.rows * (p.heads / p.kv_heads), heads = p.batch * p.kv_heads;
-  // Groups that share a block of K and V: as many as keep queries and sums in the second-level cache.
+  // Groups of lanes share what is read of K and V: 8, where queries and sums stay in the second-level cache. Fewer give more tasks;
+  // that is free where all of K and V stays there too, and costs widening the more often for half types.
   const int64_t room = (int64_t{256} << 10) / (kernels.group * std::max<int64_t>(1, p.head_dim + p.value_dim) * real);
-  int64_t groups = std::clamp<int64_t>(room, 1, widened ? 8 : 4);
-  while (groups > (widened ? 4 : 1) && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
+  const int64_t kv_bytes = p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
+  const int64_t fewest = kv_bytes > (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
+  int64_t groups = std::clamp<int64_t>(room, 1, 8);
+  while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
   plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;
   const int64_t tasks = heads * ceil_div(lanes, plan.tiling.lanes);
-  if (tasks > 0 && tasks < kParallel) {
-    const int64_t part = ceil_div(p.keys, ceil_div(kParallel, tasks));
-    plan.part = std::max<int64_t>(512, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
+  if (tasks > 0 && tasks < kParallel) {  // a part costs what 24 keys cost, and nothing where reading K and V is all the work
+    const int64_t part = ceil_div(p.keys, ceil_div(kParallel, tasks)), least = lanes <= kernels.group ? 512 : 2048;
+    plan.part = std::max<int64_t>(least, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
   }
   return plan;
 }

@@ -183,6 +183,8 @@ FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& 
   return x;
 }
 
+constexpr int kChains = kRegisters == 32 ? 8 : 4;  // exponentials at a time
+
 // ---- passes over a tile of `keys` rows ----------------------------------------------------------------------------------------
 // Scores become final; largest takes them in.
 template <class Real, int NV>
@@ -206,43 +208,31 @@ template <class Real, int NV>
 FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, Real* before, const Real* after, Real* sum,
                               Real* factor) {
   const Vector<Real> none = set(-std::numeric_limits<Real>::infinity()), c = set(unit), low = set(lowest);
-  Vector<Real> top[NV], even[NV], odd[NV];
   bool moved = false;
-#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
     const int at = v * kWidth<Real>;
     const Vector<Real> old = load(before + at), now = load(after + at);
-    top[v] = now == none ? Vector<Real>{} : now;  // Softmax::reference
+    const Vector<Real> top = now == none ? Vector<Real>{} : now;  // Softmax::reference
     const auto same = old == now;
     moved |= any(~same);
-    store(factor + at, same ? set(Real(1)) : exp2<Real>(old - top[v], c, low));
+    const Vector<Real> shrink = same ? set(Real(1)) : exp2<Real>(old - top, c, low);
+    store(factor + at, shrink);
     store(before + at, now);
-    even[v] = odd[v] = Vector<Real>{};
-  }
-  int64_t j = 0;
-  for (; j + 2 <= keys; j += 2, tile += 2 * kGroup<Real>)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      Real* to = tile + v * kWidth<Real>;
-      const Vector<Real> x = exp2<Real>(load(to) - top[v], c, low);
-      const Vector<Real> y = exp2<Real>(load(to + kGroup<Real>) - top[v], c, low);
-      store(to, x);
-      store(to + kGroup<Real>, y);
-      even[v] += x;
-      odd[v] += y;
-    }
-  if (j < keys)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      Real* to = tile + v * kWidth<Real>;
-      const Vector<Real> x = exp2<Real>(load(to) - top[v], c, low);
-      store(to, x);
-      even[v] += x;
-    }
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) {
-    const int at = v * kWidth<Real>;
-    store(sum + at, fma(load(sum + at), load(factor + at), even[v] + odd[v]));
+    Vector<Real> sums[2] = {};
+    by_rows<kChains>(0, keys, [&](auto count, int64_t j) FLASH_LAMBDA {
+      constexpr int N = decltype(count)::value;
+      Real* to = tile + j * kGroup<Real> + at;
+      Vector<Real> x[N];
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) x[i] = load(to + i * kGroup<Real>) - top;
+      exp2<Real, N>(x, c, low);
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) {
+        store(to + i * kGroup<Real>, x[i]);
+        sums[i & 1] += x[i];
+      }
+    });
+    store(sum + at, fma(load(sum + at), shrink, sums[0] + sums[1]));
   }
   return moved;
 }
@@ -288,17 +278,23 @@ FLASH_STAGE void differentiate(const Rules<Real>& rules, const Group<Real>& g, c
 template <class Real, int NV>
 FLASH_STAGE void differentiate_plain(Real unit, int64_t keys, Real* tile, Real* gradient, int64_t stride, const Real* lse2,
                                      const Real* delta) {
-  Vector<Real> l[NV], d[NV];
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) l[v] = load(lse2 + v * kWidth<Real>), d[v] = load(delta + v * kWidth<Real>);
-  for (int64_t j = 0; j < keys; ++j, tile += stride, gradient += stride)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      const int at = v * kWidth<Real>;
-      const Vector<Real> p = exp2<Real>(fma(load(tile + at), set(unit), -l[v]));
-      store(tile + at, p);
-      store(gradient + at, p * (load(gradient + at) - d[v]));
-    }
+  for (int v = 0; v < NV; ++v) {
+    const int at = v * kWidth<Real>;
+    const Vector<Real> l = load(lse2 + at), d = load(delta + at);
+    by_rows<kChains>(0, keys, [&](auto count, int64_t j) FLASH_LAMBDA {
+      constexpr int N = decltype(count)::value;
+      Real *p = tile + j * stride + at, *ds = gradient + j * stride + at;
+      Vector<Real> x[N];
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) x[i] = min(set(Exp2<Real>::kHighest), fma(load(p + i * stride), set(unit), -l));
+      exp2<Real, N>(x, set(Real(1)), set(Exp2<Real>::kLowest));
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) {
+        store(p + i * stride, x[i]);
+        store(ds + i * stride, x[i] * (load(ds + i * stride) - d));
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -80,14 +80,26 @@ FLASH_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector<doubl
 }
 
 // The second argument where either is NaN.
-template <class V>
-FLASH_INLINE V max(V a, V b) {
+FLASH_INLINE Vector<float> max(Vector<float> a, Vector<float> b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
   return a > b ? a : b;
+#endif
 }
-template <class V>
-FLASH_INLINE V min(V a, V b) {
+FLASH_INLINE Vector<double> max(Vector<double> a, Vector<double> b) { return a > b ? a : b; }
+FLASH_INLINE Vector<float> min(Vector<float> a, Vector<float> b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
   return a < b ? a : b;
+#endif
 }
+FLASH_INLINE Vector<double> min(Vector<double> a, Vector<double> b) { return a < b ? a : b; }
 
 template <class Mask>
 FLASH_INLINE bool any(Mask mask) {
@@ -187,19 +199,38 @@ struct Exp2<double> {
       0x1.62e42fefa39efp-1};
 };
 
-// 2^(x * c), c > 0. 0 where x * c < -127 (the subnormal numbers too), NaN where x is. lowest: lowest_of(c). x * c <= 128.
+// x = 2^(x * c), c > 0. 0 where x * c < -127 (the subnormal numbers too), NaN where x is. lowest: lowest_of(c). x * c <= 128.
+// Step by step over N vectors: the steps of one depend on each other.
+template <class Real, int N>
+FLASH_INLINE void exp2(Vector<Real> (&x)[N], Vector<Real> c, Vector<Real> lowest) {
+  using E = Exp2<Real>;
+  constexpr int kCount = sizeof(E::kTerms) / sizeof(Real);
+  const Vector<Real> magic = set(E::kMagic);
+  Vector<Real> sum[N], p[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) x[i] = max(lowest, x[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) sum[i] = fma(x[i], c, magic);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = magic - sum[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) x[i] = fma(x[i], c, p[i]);  // the fraction
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = fma(set(E::kTerms[0]), x[i], set(E::kTerms[1]));
+#pragma GCC unroll 16
+  for (int k = 2; k < kCount; ++k)
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = fma(p[i], x[i], set(E::kTerms[k]));
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = fma(p[i], x[i], set(Real(1)));
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) x[i] = p[i] * (Vector<Real>)((typename Types<Real>::Int)sum[i] << E::kMantissa);
+}
 template <class Real>
 FLASH_INLINE Vector<Real> exp2(Vector<Real> x, Vector<Real> c, Vector<Real> lowest) {
-  using E = Exp2<Real>;
-  x = max(lowest, x);
-  const Vector<Real> sum = fma(x, c, set(E::kMagic));
-  const Vector<Real> fraction = fma(x, c, set(E::kMagic) - sum);
-  constexpr int kCount = sizeof(E::kTerms) / sizeof(Real);
-  Vector<Real> p = set(E::kTerms[0]);
-#pragma GCC unroll 16
-  for (int i = 1; i < kCount; ++i) p = fma(p, fraction, set(E::kTerms[i]));
-  p = fma(p, fraction, set(Real(1)));
-  return p * (Vector<Real>)((typename Types<Real>::Int)sum << E::kMantissa);
+  Vector<Real> one[1] = {x};
+  exp2<Real, 1>(one, c, lowest);
+  return one[0];
 }
 template <class Real>
 inline Real lowest_of(Real c) {
