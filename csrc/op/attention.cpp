@@ -2,7 +2,6 @@
 // drawn from torch's generator. It is a composite: views around one call of attention_forward, which has the kernels and the
 // derivative. Nothing is expanded in memory; only five and more dimensions that do not fold into four views are copied.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/rand_like.h>
 #include <torch/library.h>
 
@@ -153,7 +152,8 @@ Tensor fold_mask(const Tensor& mask, const Shape& s, const Fold& how) {
   return fold(mask.expand_symint(sizes), how.split);
 }
 
-Tensor draw_seed(const Tensor& query) { return at::rand_like(at::empty({2}, query.options().dtype(at::kDouble))); }
+// By new_empty, so that the seed of a DTensor is a DTensor.
+Tensor draw_seed(const Tensor& query) { return at::rand_like(query.new_empty({2}, query.options().dtype(at::kDouble))); }
 
 // Neither ranks nor sizes need a change: the common case, without a view.
 bool is_plain(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, const Shape& s) {
