@@ -29,40 +29,57 @@ def opcheck_inputs(case: Case, device: str, grad: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("case", OPCHECK, ids=str)
-def test_opcheck_forward(case: Case, grad: bool, device: str):
-    tensors, mask, slopes, sinks, seed = opcheck_inputs(case, device, grad)
+def test_opcheck_forward(case: Case, device: str):
+    tensors, mask, slopes, sinks, seed = opcheck_inputs(case, device, grad=case is not OPCHECK[1])
     torch.library.opcheck(flash.attention_forward.default, (*tensors, mask, slopes, sinks, seed), case.options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", [(True,) * 5, (True, False, False, False, True), (False, True, True, True, False)], ids=str)
-@pytest.mark.parametrize("case", [OPCHECK[0], OPCHECK[-1]], ids=str)
-def test_opcheck_backward(case: Case, wanted, device: str):
-    tensors, mask, slopes, sinks, seed = opcheck_inputs(case, device, False)
+@pytest.mark.parametrize(
+    "case, layout, wanted",
+    [
+        (OPCHECK[0], "contiguous", (True, True, True, False, False)),
+        (OPCHECK[0], "transposed", (True, False, False, False, False)),
+        (OPCHECK[-1], "expanded", (False, True, True, True, True)),
+        (OPCHECK[-1], "transposed", (True, True, True, True, True)),
+    ],
+    ids=str,
+)
+def test_opcheck_backward(case: Case, layout: str, wanted, device: str):
+    tensors, mask, slopes, sinks, seed = opcheck_inputs(case, device, grad=False)
     out, lse = flash.attention_forward(*tensors, mask, slopes, sinks, seed, **case.options)
-    wanted = [*wanted[:3], wanted[3] and mask is not None, wanted[4] and sinks is not None]
-    for grad_out in (
-        torch.randn_like(out),
-        torch.randn_like(out).mT.contiguous().mT,
-        torch.ones(1, device=device).expand(out.shape),
-    ):
-        arguments = (grad_out, torch.randn_like(lse), *tensors, out, lse, mask, slopes, sinks, seed, wanted)
-        torch.library.opcheck(flash.attention_backward.default, arguments, case.options)
-    leaves = [x.detach().requires_grad_() for x in (grad_out, *tensors, out, lse)]  # second order
-    arguments = (leaves[0], None, *leaves[1:], mask, slopes, sinks, seed, wanted)
+    grad_out = {
+        "contiguous": torch.randn_like(out),
+        "transposed": torch.randn_like(out).mT.contiguous().mT,
+        "expanded": torch.ones(1, device=device).expand(out.shape),
+    }[layout]
+    arguments = (grad_out, torch.randn_like(lse), *tensors, out, lse, mask, slopes, sinks, seed, list(wanted))
     torch.library.opcheck(flash.attention_backward.default, arguments, case.options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8), (2, 2, 3, 5, 8)], ids=str)
-def test_opcheck_public(shape, device: str):
-    leaves = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-    torch.library.opcheck(attention.default, (*leaves,))
-    torch.library.opcheck(attention.default, (*leaves, torch.ones(5, 5, dtype=torch.bool, device=device)), {"scale": 0.3})
-    torch.library.opcheck(attention.default, (*leaves, torch.randn(1, 5, device=device, requires_grad=True)))
-    torch.library.opcheck(attention.default, (*leaves, None, 0.0, True))
+def test_opcheck_second_order(device: str):
+    case = OPCHECK[-1]
+    tensors, mask, slopes, sinks, seed = opcheck_inputs(case, device, grad=False)
+    out, lse = flash.attention_forward(*tensors, mask, slopes, sinks, seed, **case.options)
+    leaves = [x.detach().requires_grad_() for x in (torch.randn_like(out), *tensors, out, lse)]
+    arguments = (leaves[0], None, *leaves[1:], mask, slopes, sinks, seed, [True] * 5)
+    torch.library.opcheck(flash.attention_backward.default, arguments, case.options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 2, 3)], ids=["rank2", "rank3", "rank4", "rank5"])
+def test_opcheck_public(leading, device: str):
+    """Another option with each rank."""
+    leaves = [torch.randn(*leading, 5, 8, device=device, requires_grad=True) for _ in range(3)]
+    rest, options = {
+        0: ((torch.ones(5, 5, dtype=torch.bool, device=device),), {"scale": 0.3}),
+        1: ((torch.randn(1, 5, device=device, requires_grad=True),), {}),
+        2: ((None, 0.0, True), {}),
+        3: ((), {}),
+    }[len(leading)]
+    torch.library.opcheck(attention.default, (*leaves, *rest), options)
 
 
 @pytest.mark.slow

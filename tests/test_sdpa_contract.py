@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_attn_ext
-from compare import FORWARD, GRADIENT, assert_within
+from compare import FORWARD, GRADIENT, TINY, assert_within
 
 flash = torch.ops.flash.attention
 
@@ -145,7 +145,10 @@ def test_torchs_own_samples(dtype: torch.dtype, device: str):
             return [out, *torch.autograd.grad(out.sum(), leaves)]
 
         ours, plain, truth = run(flash, dtype), run(sdpa, dtype), run(sdpa, torch.float64)
-        largest = max(gradient.abs().max().item() for gradient in truth[1:])
+        # Backward makes P again from an lse as large as the scores, of which the accumulate type keeps its epsilon.
+        score = (sample.input.norm(dim=-1).max() * sample.args[0].norm(dim=-1).max()).item() / math.sqrt(sample.input.size(-1))
+        kept = 1.0 + score * torch.finfo(dtype).eps / TINY[dtype]
+        largest = kept * max(gradient.abs().max().item() for gradient in truth[1:])
         for name, mine, rough, true in zip(("out", "dq", "dk", "dv", "dmask"), ours, plain, truth, strict=False):
             assert_within(name, mine, true, rough, FORWARD if name == "out" else GRADIENT, dtype, largest)
         count += 1
