@@ -117,7 +117,7 @@ def jobs() -> int:
 
 
 def program(name: str) -> str:
-    found = shutil.which(name, path=sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", ""))
+    found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))  # a venv that is not activated
     if not found:
         raise SystemExit(f"flash_attn_ext needs {name} to build: pip install {name}")
     return found
