@@ -108,9 +108,9 @@ macro(_flash_attn_ext_read_archs)
   endif()
 endmacro()
 
-# One family of kernels: family (sm80, sm90), its CMake architectures, its sources. SPILLS: registers may spill (else an error).
+# One family of kernels: family (sm80, sm90), its CMake architectures, its sources. SPILLS n: an error where more bytes spill.
 function(flash_attn_ext_cuda_family family archs)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "SPILLS" "" "SOURCES")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "SPILLS" "SOURCES")
   set(target flash_attn_ext_${family})
   add_library(${target} OBJECT ${arg_SOURCES})
   target_link_libraries(${target} PRIVATE flash_attn_ext_problem flash_attn_ext::cudart)
@@ -120,8 +120,8 @@ function(flash_attn_ext_cuda_family family archs)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
   endif()
   set(launcher ${Python_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/compile_cuda.py)
-  if(NOT arg_SPILLS)
-    list(APPEND launcher --no-spills)
+  if(DEFINED arg_SPILLS)
+    list(APPEND launcher --most-spills=${arg_SPILLS})
   endif()
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES "${archs}" CUDA_COMPILER_LAUNCHER
                                                                            "${launcher};${CMAKE_CUDA_COMPILER_LAUNCHER}")

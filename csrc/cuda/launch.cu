@@ -8,6 +8,9 @@
 #include "cuda/launch.cuh"
 #include "cuda/sm80/backward.h"
 #include "cuda/sm80/forward.h"
+#if defined(FLASH_ATTN_EXT_SM90)
+#include "cuda/sm90/forward.h"
+#endif
 
 namespace flash::cuda {
 namespace {
@@ -21,8 +24,10 @@ Error failure(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
   char what[160];
   std::snprintf(what, sizeof what, "flash.attention: the %s kernel for head dims up to %d (%d rows x %d keys, %lld blocks)",
-                plan.direction == Direction::kForward ? "sm80 forward" : "sm80 backward", plan.head_dim, plan.tile_rows,
-                plan.tile_keys, static_cast<long long>(plan.blocks));
+                plan.family == problem::Family::kSm90          ? "sm90 forward"
+                : plan.direction == Direction::kForward ? "sm80 forward"
+                                                        : "sm80 backward",
+                plan.head_dim, plan.tile_rows, plan.tile_keys, static_cast<long long>(plan.blocks));
   return sentence(error, what);
 }
 
@@ -43,6 +48,9 @@ cudaError_t query(int index, problem::Device* device) {
   device->multiprocessors = asked[2].value;
   device->shared_memory = asked[3].value;
   device->multiprocessor_memory = asked[4].value;
+#if defined(FLASH_ATTN_EXT_SM90)
+  device->sm90 = device->major == 9 && device->minor == 0;
+#endif
   return cudaSuccess;
 }
 
@@ -70,6 +78,9 @@ Error device(int index, problem::Device* device) {
 }
 
 Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+#if defined(FLASH_ATTN_EXT_SM90)
+  if (plan.family == problem::Family::kSm90) return failure(sm90::forward(problem, plan, workspace, stream), plan);
+#endif
   cudaError_t error = sm80::forward(problem, plan, workspace, stream);
   if (error == cudaSuccess && plan.splits > 1) error = combine(problem, plan.splits, workspace, stream);
   return failure(error, plan);

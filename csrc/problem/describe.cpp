@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <string>
 
+#include "cuda/sm90/tiles.h"
 #include "cuda/tiles.h"
 #include "problem/plan.h"
 
@@ -94,7 +95,23 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
     line(text, "batch %lld x heads %lld needs %lld blocks, one launch has at most 2147483647: split the batch.", Long{p.batch},
          Long{p.heads}, Long{plan.blocks});
   if (plan.refused & kRefusedForced)
-    line(text, "FLASH_ATTN_EXT_KERNEL forces a kernel family that this build does not have: unset it, or set it to sm80.");
+    line(text, "FLASH_ATTN_EXT_KERNEL=sm90 forces the Hopper kernels, which cannot run here: %s. Unset it, or set it to sm80.",
+         device.sm90 && sm90::forward_refusal(p) != nullptr ? sm90::forward_refusal(p)
+                                                             : "they need compute capability 9.0 and a build for it");
+  return text;
+}
+
+std::string describe_sm90(const Problem& p, const Device& device, const Plan& plan) {
+  const sm90::ForwardTile& row = sm90::kForwardTiles[plan.variant];
+  std::string text;
+  line(text, "The forward pass runs the sm90 kernels (TMA, wgmma) in %s: the instance for head dims up to %d%s.", name(p.dtype),
+       plan.head_dim, p.softcap > 0 ? " with softcap" : "");
+  line(text, "A tile is %d rows x %d keys (variant %d), %d warpgroups compute.", plan.tile_rows, plan.tile_keys, plan.variant,
+       row.warpgroups);
+  line(text, "%lld blocks on %d multiprocessors share %lld tiles.", Long{plan.blocks}, device.multiprocessors,
+       Long{sm90::forward_tiles(p, plan.variant)});
+  line(text, "The keys are not split.");
+  line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
   return text;
 }
 
@@ -103,6 +120,7 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
 std::string describe(const Problem& p, const Gradients* g, const Device& device, const Plan& plan) {
   if (plan.family == Family::kCpu) return describe_cpu(p, device, plan);
   if (plan.family == Family::kNone) return describe_refusal(p, device, plan);
+  if (plan.family == Family::kSm90) return describe_sm90(p, device, plan);
   std::string text;
   line(text, "The %s pass runs the sm80 kernels in %s: the %s instance for %s.", name(plan.direction), name(p.dtype),
        plan.plain ? "plain" : "general", plan.head_dim == 0 ? "any head dim" : ("head dims up to " + std::to_string(plan.head_dim)).c_str());
@@ -120,6 +138,8 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
                    ? "dquery is computed by blocks of its own: every run gives the same bits."
                    : "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).");
   describe_widths(text, p, g, plan);
+  if (plan.refused & kRefusedSm90) line(text, "The faster sm90 kernels are not used: %s.", sm90::forward_refusal(p));
+  if (plan.refused & kRefusedSplit) line(text, "The sm90 kernels are not used: they cannot split the keys.");
   return text;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/sm90/tiles.h"
 #include "cuda/tiles.h"
 #include "problem/mask.h"
 
@@ -127,6 +128,22 @@ Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan 
   return plan.blocks > kMaxBlocks ? refuse(plan, kRefusedGrid) : plan;
 }
 
+// The Hopper forward for a call that it takes.
+Plan forward_sm90(const Problem& p, const Device& device) {
+  Plan plan;
+  plan.family = Family::kSm90;
+  plan.variant = sm90::forward_variant(p);
+  const sm90::ForwardTile& row = sm90::kForwardTiles[plan.variant];
+  plan.head_dim = row.bucket;
+  plan.plain = true;
+  plan.tile_rows = sm90::rows_of(row);
+  plan.tile_keys = row.keys;
+  plan.load_bytes = plan.store_bytes = 16;
+  plan.blocks = std::min<int64_t>(sm90::forward_tiles(p, plan.variant), device.multiprocessors);
+  plan.workspace_bytes = sm90::kForwardWorkspace;
+  return plan;
+}
+
 }  // namespace
 
 Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice choice) {
@@ -136,8 +153,14 @@ Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice cho
     plan.family = Family::kCpu;
     return plan;
   }
-  if (choice == Choice::kSm90) return refuse(plan, kRefusedForced);
-  return plan_sm80(p, g, device, plan);
+  if (g != nullptr || (!device.sm90 && choice != Choice::kSm90)) return plan_sm80(p, g, device, plan);  // one family
+  const bool taken = device.sm90 && sm90::forward_refusal(p) == nullptr;
+  if (choice == Choice::kSm90) return taken ? forward_sm90(p, device) : refuse(plan, kRefusedForced);
+  Plan general = plan_sm80(p, g, device, plan);
+  if (choice == Choice::kSm80) return general;
+  if (taken && general.splits == 1) return forward_sm90(p, device);
+  general.refused |= taken ? kRefusedSplit : kRefusedSm90;
+  return general;
 }
 
 }  // namespace flash::problem

@@ -19,6 +19,7 @@ struct Device {
   int multiprocessors = 0;
   int64_t shared_memory = 0;          // bytes one block may opt in to
   int64_t multiprocessor_memory = 0;  // bytes of shared memory all blocks of one multiprocessor share
+  bool sm90 = false;                  // CUDA: a GPU of compute capability 9.0 and a build with its kernels
 };
 
 // Which family a call may use. FLASH_ATTN_EXT_KERNEL=sm80|sm90 forces one; what it cannot take is then an error.
@@ -31,6 +32,8 @@ enum Refusal : uint32_t {
   kRefusedGrid = 4,          // more blocks than one launch may have
   kRefusedSharedMemory = 8,  // no tile fits the shared memory of the GPU
   kRefusedForced = 16,       // a family was forced that has no kernel for the call
+  kRefusedSm90 = 32,         // the Hopper kernels do not take the call: sm90::forward_refusal() says why
+  kRefusedSplit = 64,        // the Hopper kernels cannot split keys, which few rows need
 };
 
 // Bits of Plan::copies.

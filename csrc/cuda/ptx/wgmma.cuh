@@ -25,7 +25,8 @@ __device__ __forceinline__ void wait_products() {
 // Shared-memory matrix descriptor with 128-byte swizzle; distances in bytes. K-major: `leading` is not used, `stride` is from one
 // group of 8 rows to the next. N-major: `leading` is from one panel of 64 columns to the next, `stride` as before.
 __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t leading, uint32_t stride) {
-  return (uint64_t{1} << 62) | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) | uint64_t{(address & 0x3FFFF) >> 4};
+  return (uint64_t{1} << 62) | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) |
+         uint64_t{(address & 0x3FFFF) >> 4};
 }
 
 // Operand lists of asm statements, spelled by the preprocessor and undefined at the end of this file: the names "%0,%1,..." of the
@@ -33,12 +34,14 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
 #define FLASH_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define FLASH_NAMES_32 FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) "%30,%31"
 #define FLASH_NAMES_64 FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) "%60,%61,%62,%63"
-#define FLASH_NAMES_96 \
-  FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) \
-  "%90,%91,%92,%93,%94,%95"
-#define FLASH_NAMES_128 \
-  FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) \
-  FLASH_TEN(9) FLASH_TEN(10) FLASH_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127"
+#define FLASH_NAMES_96                                                                       \
+  FLASH_TEN()                                                                                \
+  FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) \
+      FLASH_TEN(8) "%90,%91,%92,%93,%94,%95"
+#define FLASH_NAMES_128                                                                                                \
+  FLASH_TEN()                                                                                                          \
+  FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) FLASH_TEN(9) \
+      FLASH_TEN(10) FLASH_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127"
 #define FLASH_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASH_D32(i) FLASH_D8(i), FLASH_D8(i + 8), FLASH_D8(i + 16), FLASH_D8(i + 24)
@@ -48,15 +51,15 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
 #define FLASH_ACCUMULATORS_128 FLASH_D32(0), FLASH_D32(32), FLASH_D32(64), FLASH_D32(96)
 
 // r: accumulators per thread, N = 2 r; a, b, p, ...: numbers of the operands behind them.
-#define FLASH_BOTH_SHARED(type, n, r, a_, b_, p_)                                                                                 \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type    \
-               " {" FLASH_NAMES_##r "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}"                                                   \
-               : FLASH_ACCUMULATORS_##r                                                                                          \
+#define FLASH_BOTH_SHARED(type, n, r, a_, b_, p_)                                                                             \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
+               " {" FLASH_NAMES_##r "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}"                                                \
+               : FLASH_ACCUMULATORS_##r                                                                                       \
                : "l"(a), "l"(b), "n"(kAccumulate))
-#define FLASH_A_IN_REGISTERS(type, n, r, a0_, a1_, a2_, a3_, b_, p_)                                                              \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type    \
-               " {" FLASH_NAMES_##r "}, {%" #a0_ ",%" #a1_ ",%" #a2_ ",%" #a3_ "}, %" #b_ ", p, 1, 1, 1;\n}"                      \
-               : FLASH_ACCUMULATORS_##r                                                                                          \
+#define FLASH_A_IN_REGISTERS(type, n, r, a0_, a1_, a2_, a3_, b_, p_)                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
+               " {" FLASH_NAMES_##r "}, {%" #a0_ ",%" #a1_ ",%" #a2_ ",%" #a3_ "}, %" #b_ ", p, 1, 1, 1;\n}"                  \
+               : FLASH_ACCUMULATORS_##r                                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate))
 
 // Both operands in shared memory, K-major. kAccumulate 0: d = a b.

@@ -40,13 +40,14 @@ struct Consumer {
 
   // The next announced tile: its kind, and the slot that describes it until release_work().
   struct Tile {
-    uint32_t at, empty;
+    Slot slot;
+    uint32_t empty;
     Kind kind;
   };
   __device__ __forceinline__ Tile fetch() {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
-    const uint32_t at = base + C::kWorkAt + C::kWorkBytes * slot.stage;
-    const Tile tile{at, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::load_shared_volatile(at + 36))};
+    const Slot from{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::load_shared_volatile(from.kind()))};
     slot.next();
     return tile;
   }
@@ -120,8 +121,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void mask_block(const Tile& tile, int block) {
-    const int row = ptx::load_shared_volatile(tile.at);
-    const uint4 sequence = ptx::load_shared_16(tile.at + 16);
+    const int row = ptx::load_shared_volatile(tile.slot.row());
+    const uint4 sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), diagonal = p.bottom_right ? keys - rows : 0;
     mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys);
   }
@@ -135,7 +136,7 @@ struct Consumer {
   template <bool kPack>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     if constexpr (C::kCapped) cap(score, p.cap_scale);
-    mask_block(tile, ptx::load_shared_volatile(tile.at + 12));
+    mask_block(tile, ptx::load_shared_volatile(tile.slot.last()));
     float maximum[2], subtrahend[2], sum[2][2] = {};
     row_max(score, maximum);
     state.start(maximum);
@@ -181,12 +182,12 @@ struct Consumer {
 
   // Blocks [first, last) of a tile, newest first. FULL blocks below one of which every row has seen a key take the quick step.
   __device__ __forceinline__ void walk(const Tile& tile) {
-    const uint4 place = ptx::load_shared_16(tile.at), sequence = ptx::load_shared_16(tile.at + 16);
+    const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
     const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
     const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;                         // that row has seen key full_end * kKeys
     const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
-    const bool safe = ptx::load_shared_volatile(tile.at + 40) != 0;
+    const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
     const int quick_end = max(full_begin, first);
     int exact_end = safe ? first : max(full_end, first);
     int block = static_cast<int>(place.w) - 1;
@@ -207,7 +208,7 @@ struct Consumer {
 
   // O / l and lse of a finished tile; each warp stores its own 16 rows.
   __device__ __forceinline__ void store(const Tile& tile, Rows rows) {
-    const uint4 place = ptx::load_shared_16(tile.at), sequence = ptx::load_shared_16(tile.at + 16), fate = ptx::load_shared_16(tile.at + 32);
+    const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence()), fate = ptx::load_shared_16(tile.slot.fate());
     release_work(tile);
     const int row = static_cast<int>(place.x) + group * 64 + warp * 16, head = static_cast<int>(place.y);
     const int map_row = static_cast<int>(sequence.z) + row, map_sequence = static_cast<int>(sequence.w);

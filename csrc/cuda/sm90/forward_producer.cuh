@@ -19,69 +19,62 @@ struct Producer {
   int claimed = -1;  // last tile taken from the grid
   int redo = -1;     // next entry of the redo list, once the grid is exhausted
 
-  // Tiles of the grid in turn; then one drain; then the tiles that overflowed, safely; then the end.
-  __device__ __forceinline__ void next(Work& work, Source& source) {
-    work.safe = overflowed() > 0;
-    while (redo < 0) {
-      claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
+  __device__ __forceinline__ Slot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
+
+  // Describes the next tile in `slot`: tiles of the grid in turn; then one drain; then the tiles that overflowed, safely; then the end.
+  __device__ __forceinline__ Kind next(Slot slot) {
+    const int safe = overflowed() > 0;
+    Kind kind = Kind::kTile;
+    int index = -1;
+    if (redo < 0) {
+      do {
+        claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
+        index = claimed;
+      } while (claimed < p.tiles && !decode<C::kRows, C::kKeys>(p, claimed, slot));
       if (claimed >= p.tiles) {
         redo = 0;
-        work.kind = Kind::kDrain;
-        return;
+        kind = Kind::kDrain;
       }
-      work.kind = Kind::kTile;
-      if (decode<C::kRows, C::kKeys>(p, claimed, work, source)) return;
+    } else {
+      kind = Kind::kEnd;
+      for (const int count = overflowed(); redo < count && kind == Kind::kEnd; ++redo) {
+        index = noted(redo);
+        bool seen = false;  // several warps may have noted the tile
+        for (int i = 0; i < redo; ++i) seen |= noted(i) == index;
+        if (!seen && decode<C::kRows, C::kKeys>(p, index, slot)) kind = Kind::kTile;
+      }
     }
-    const int count = overflowed();
-    for (; redo < count; ++redo) {
-      const int index = noted(redo);
-      bool seen = false;  // several warps may have noted the tile
-      for (int i = 0; i < redo; ++i) seen |= noted(i) == index;
-      if (seen) continue;
-      ++redo;
-      work.kind = Kind::kTile;
-      decode<C::kRows, C::kKeys>(p, index, work, source);
-      return;
-    }
-    work.kind = Kind::kEnd;
+    ptx::store_shared(slot.fate(), make_uint4(index, static_cast<uint32_t>(kind), safe, 0));
+    return kind;
   }
 
   __device__ __forceinline__ int noted(int i) const { return ptx::load_shared_volatile(base + C::kRedoAt + 4 + 4 * i); }
   __device__ __forceinline__ int overflowed() const { return ptx::load_shared_volatile(base + C::kRedoAt); }
 
-  // Tells the consumers about a tile and loads its Q. The fourth part of the slot is for the producer itself: kv head and coordinates.
-  __device__ __forceinline__ void announce(const Work& work, const Source& source) {
+  // Tells the consumers about the next tile and loads its Q.
+  __device__ __forceinline__ Kind announce_next() {
     ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-    const uint32_t at = base + C::kWorkAt + C::kWorkBytes * slot.stage;
-    ptx::store_shared(at, make_uint4(work.row, work.head, work.first, work.last));
-    ptx::store_shared(at + 16, make_uint4(work.rows, work.keys, work.map_row, work.map_sequence));
-    ptx::store_shared(at + 32, make_uint4(work.index, static_cast<uint32_t>(work.kind), work.safe, 0));
-    ptx::store_shared(at + 48, make_uint4(work.head / p.group, source.key_row, source.key_sequence, source.wrap));
+    const Slot to = slot_at(slot.stage);
+    const Kind kind = next(to);
     ptx::arrive(barriers.work_full(slot.stage));
     slot.next();
-    if (work.kind != Kind::kTile) return;
+    if (kind != Kind::kTile) return kind;
     ptx::wait(barriers.query_empty(query.stage), query.parity ^ 1);
-    const uint32_t full = barriers.query_full(query.stage), to = base + C::kQueryAt + query.stage * C::kQueryBytes;
+    const uint32_t full = barriers.query_full(query.stage), query_at = base + C::kQueryAt + query.stage * C::kQueryBytes;
+    const uint4 place = ptx::load_shared_16(to.place()), sequence = ptx::load_shared_16(to.sequence());
+    const int row = static_cast<int>(sequence.z + place.x), wrap = ptx::load_shared_volatile(to.source() + 12);
     ptx::arrive_expecting(full, C::kQueryBytes);
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel)
-      ptx::load_box(to + panel * C::kQueryPanel, &p.query, full,
-                    {64 * panel, source.query_row + work.row, work.head, source.query_sequence, source.wrap});
+      ptx::load_box(query_at + panel * C::kQueryPanel, &p.query, full,
+                    {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
     query.next();
-  }
-
-  // The next tile; false if there is none to load for.
-  __device__ __forceinline__ Kind announce_next() {
-    Work work;
-    Source source;
-    next(work, source);
-    announce(work, source);
-    return work.kind;
+    return kind;
   }
 
   // A block of K or V of the tile announced in slot `announced`.
   __device__ __forceinline__ void load_block(const CUtensorMap* map, uint32_t to, uint32_t full, int block, int announced) {
-    const uint4 from = ptx::load_shared_16(base + C::kWorkAt + C::kWorkBytes * announced + 48);
+    const uint4 from = ptx::load_shared_16(slot_at(announced).source());
     const int row = static_cast<int>(from.y) + block * C::kKeys;
     ptx::arrive_expecting(full, C::kKeyBytes);
 #pragma unroll
@@ -105,7 +98,7 @@ struct Producer {
     int owed = -1;                  // first block of the tile before, if its V is still to be loaded
     Kind kind = announce_next();
     while (true) {
-      const uint4 tile = ptx::load_shared_16(base + C::kWorkAt + C::kWorkBytes * announced);
+      const uint4 tile = ptx::load_shared_16(slot_at(announced).place());
       const int first = static_cast<int>(tile.z), last = static_cast<int>(tile.w);
       if (kind == Kind::kTile) load_key(last, announced);
       if (owed >= 0) load_value(owed, before);

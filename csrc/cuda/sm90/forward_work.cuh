@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "problem/problem.h"
+#include "cuda/ptx/memory.cuh"
 
 namespace flash::sm90 {
 
@@ -39,14 +39,18 @@ struct ForwardArguments {
 
 enum class Kind : int { kTile, kDrain, kEnd };  // kDrain: finish what was begun, then more may come
 
-// A tile as the producer announces it. The consumers see key blocks [first, last], newest first; last >= first always.
-struct Work {
-  int row, head, first, last;   // row: first row of the tile in its sequence
-  int rows, keys;               // lengths of the sequence
-  int map_row, map_sequence;    // out's map: coordinates of row 0 of the sequence
-  int index;                    // of the tile, to ask for it again
-  Kind kind;
-  int safe;                     // follow the row maximum in every block
+// A tile as the producer announces it, in a slot of shared memory: 64 bytes. Key blocks [first, last] are walked newest first;
+// last >= first always.
+struct Slot {
+  uint32_t at;
+  __device__ __forceinline__ uint32_t place() const { return at; }          // row (first of the tile), head, first, last
+  __device__ __forceinline__ uint32_t sequence() const { return at + 16; }  // rows, keys; row 0 of the sequence in out's map: row, sequence
+  __device__ __forceinline__ uint32_t fate() const { return at + 32; }      // index of the tile, Kind, whether to follow every maximum
+  __device__ __forceinline__ uint32_t source() const { return at + 48; }    // kv head; row 0 of the keys in the maps: row, sequence, wrap
+  __device__ __forceinline__ uint32_t row() const { return at; }
+  __device__ __forceinline__ uint32_t last() const { return at + 12; }
+  __device__ __forceinline__ uint32_t kind() const { return at + 36; }
+  __device__ __forceinline__ uint32_t safe() const { return at + 40; }
 };
 
 // The last sequence that starts at or before `slot`, where sequence b starts at slot cu_seqlens[b] / unit + b (see common/locate.cuh).
@@ -59,54 +63,44 @@ __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch,
   return low;
 }
 
-// Where the producer loads from: coordinates of row 0 of the sequence in the maps of query, and of key and value.
-struct Source {
-  int query_row, query_sequence, key_row, key_sequence, wrap;
-};
-
-// Fills `work` and `source` for tile `index`; false if the slot is idle (packed sequences leave gaps).
+// Describes tile `index` in `slot`, all but its fate; false if the index is idle (packed sequences leave gaps).
+// Stores as it goes: the producer has few registers.
 template <int kRows, int kKeys>
-__device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Work& work, Source& source) {
+__device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slot slot) {
   int plane, piece;
   if (p.section > 0) {  // longest rows first over a section of planes
     const int per = p.row_tiles * p.section, section = index / per, rest = index - section * per;
     const int planes = min(p.section, p.planes - section * p.section);
-    piece = rest / planes;
+    piece = p.row_tiles - 1 - rest / planes;
     plane = section * p.section + rest % planes;
   } else {
     plane = index / p.row_tiles;
     piece = index - plane * p.row_tiles;
   }
-  int batch = 0, query_start = 0, key_start = 0;
-  work.rows = p.rows;
-  work.keys = p.keys;
+  int head = plane, rows = p.rows, keys = p.keys;
   if (p.cu_seqlens_q != nullptr) {
-    work.head = plane;
-    batch = sequence_of(p.cu_seqlens_q, p.batch, kRows, piece);
-    query_start = min(max(p.cu_seqlens_q[batch], 0), p.total_rows);
-    key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
-    work.rows = min(min(p.cu_seqlens_q[batch + 1], p.total_rows) - query_start, p.rows);
-    work.keys = max(min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, p.keys), 0);
-    piece -= p.cu_seqlens_q[batch] / kRows + batch;
-    if (piece * kRows >= work.rows) return false;
-    piece = (work.rows + kRows - 1) / kRows - 1 - piece;
-    source = {kWrap - work.rows, query_start + work.rows, kWrap - work.keys, key_start + work.keys, kWrap};
+    const int batch = sequence_of(p.cu_seqlens_q, p.batch, kRows, piece);
+    const int start = min(max(p.cu_seqlens_q[batch], 0), p.total_rows);
+    rows = min(min(p.cu_seqlens_q[batch + 1], p.total_rows) - start, rows);
+    piece -= start / kRows + batch;
+    if (piece * kRows >= rows) return false;
+    piece = (rows + kRows - 1) / kRows - 1 - piece;
+    const int key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
+    keys = max(min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, keys), 0);
+    ptx::store_shared(slot.sequence(), make_uint4(rows, keys, kWrap - rows, start + rows));
+    ptx::store_shared(slot.source(), make_uint4(head / p.group, kWrap - keys, key_start + keys, kWrap));
   } else {
-    batch = plane / p.heads;
-    work.head = plane - batch * p.heads;
-    piece = p.section > 0 ? p.row_tiles - 1 - piece : piece;
-    source = {0, batch, 0, batch, 0};
+    const int batch = plane / p.heads;
+    head -= batch * p.heads;
+    ptx::store_shared(slot.sequence(), make_uint4(rows, keys, 0, batch));
+    ptx::store_shared(slot.source(), make_uint4(head / p.group, 0, batch, 0));
   }
-  work.row = piece * kRows;
-  work.map_row = source.query_row;
-  work.map_sequence = source.query_sequence;
-  work.index = index;
-  // problem::Interval::rows() in 32 bits: the producer has few registers
-  const int diagonal = p.bottom_right ? work.keys - work.rows : 0;
-  const int first = max(work.row + diagonal - p.left, 0);
-  const int last = min(min(work.row + kRows, work.rows) - 1 + diagonal + p.right, work.keys - 1);
-  work.first = first <= last ? first / kKeys : 0;  // nothing is seen: one block, wholly masked
-  work.last = first <= last ? last / kKeys : 0;
+  // problem::Interval::rows() in 32 bits
+  const int row = piece * kRows, diagonal = p.bottom_right ? keys - rows : 0;
+  const int first = max(row + diagonal - p.left, 0);
+  const int last = min(min(row + kRows, rows) - 1 + diagonal + p.right, keys - 1);
+  const bool seen = first <= last;  // else one block, wholly masked
+  ptx::store_shared(slot.place(), make_uint4(row, head, seen ? first / kKeys : 0, seen ? last / kKeys : 0));
   return true;
 }
 

@@ -47,14 +47,23 @@ inline bool addressable(const problem::Problem& p, const problem::Array& a, int6
   return reinterpret_cast<uintptr_t>(a.data) % 16 == 0 && fits(a.row, 2) && fits(a.head, heads) && fits(a.batch, p.packed() ? 1 : p.batch);
 }
 
-// Scores that are scale * query . key, capped or not; lengths that 32-bit coordinates hold; tensors that TMA can address.
-inline bool forward_takes(const problem::Problem& p) {
-  const bool half = p.dtype == problem::DType::kFloat16 || p.dtype == problem::DType::kBFloat16;
+// Why a call goes to sm80/, as the end of a sentence; null if the Hopper forward takes it: scores that are scale * query . key, capped
+// or not, lengths that 32-bit coordinates hold, tensors that TMA can address.
+inline const char* forward_refusal(const problem::Problem& p) {
   const int64_t limit = int64_t{1} << 29;
-  return half && p.mask.data == nullptr && p.alibi_slopes == nullptr && p.dropout_p == 0 && p.scale >= 1e-20 && p.scale <= 1e20 &&
-         p.rows > 0 && p.keys > 0 && p.rows < limit && p.keys < limit && p.total_rows < limit && p.total_keys < limit &&
-         p.head_dim % 8 == 0 && p.value_dim % 8 == 0 && forward_variant(p) >= 0 && addressable(p, p.query, p.heads) &&
-         addressable(p, p.key, p.kv_heads) && addressable(p, p.value, p.kv_heads) && addressable(p, p.out, p.heads);
+  if (p.dtype != problem::DType::kFloat16 && p.dtype != problem::DType::kBFloat16) return "they take float16 and bfloat16";
+  if (forward_variant(p) < 0) return "they take head dims up to 256";
+  if (p.mask.data != nullptr) return "they take no attn_mask";
+  if (p.alibi_slopes != nullptr) return "they take no alibi_slopes";
+  if (p.dropout_p > 0) return "they take no dropout";
+  if (!(p.scale >= 1e-20 && p.scale <= 1e20)) return "they take a positive scale";
+  if (p.rows <= 0 || p.keys <= 0) return "they take no empty tensors";
+  if (p.rows >= limit || p.keys >= limit || p.total_rows >= limit || p.total_keys >= limit) return "they take lengths below 2^29";
+  if (p.head_dim % 8 != 0 || p.value_dim % 8 != 0) return "they take head dims that are multiples of 8";
+  if (!addressable(p, p.query, p.heads) || !addressable(p, p.key, p.kv_heads) || !addressable(p, p.value, p.kv_heads) ||
+      !addressable(p, p.out, p.heads))
+    return "they take 16-byte aligned tensors with strides of multiples of 16 bytes and no broadcast dimensions";
+  return nullptr;
 }
 
 // Tiles of query rows a launch hands out.
