@@ -49,7 +49,7 @@ struct Block {
     row = tile * kRows;
     sequence = problem::sequence(p, batch);
     interval = problem::interval(p, sequence.rows, sequence.keys);
-    const int64_t left = sequence.rows - row;
+    const int64_t left = row < 0 ? 0 : sequence.rows - row;  // row < 0: packed rows before the first sequence
     rows = left < kRows ? static_cast<int>(left) : kRows;
     const problem::Span any = interval.rows(row, row + rows), all = interval.common(row, row + rows);
     const bool none = any.first >= any.last;
