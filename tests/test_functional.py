@@ -52,7 +52,9 @@ def test_every_rank_as_sdpa(query_shape, key_shape, return_lse):
         torch.testing.assert_close(out, expected)
         leaves = tensors if mask is None else [*tensors, mask]
         gradient = torch.randn_like(out)
-        torch.testing.assert_close(torch.autograd.grad(out, leaves, gradient), torch.autograd.grad(expected, leaves, gradient))
+        # Newer torch gives an empty mask no gradient at all: as good as zero.
+        wanted = torch.autograd.grad(expected, leaves, gradient, materialize_grads=True)
+        torch.testing.assert_close(torch.autograd.grad(out, leaves, gradient), wanted)
 
 
 def test_grouped_heads_are_the_default():
