@@ -52,11 +52,10 @@ bool is_read_in_place(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) 
 
 // What kernels can read: at least one element, last dimension dense. Copies only where it is not.
 Tensor readable(const Tensor& t) {
-  if (t.numel() == 0) {
+  if (t.numel() == 0) {  // one row of zeros, seen everywhere
     c10::SmallVector<int64_t, 4> sizes(t.sizes());
     for (int64_t& size : sizes) size = std::max<int64_t>(size, 1);
-    sizes.back() = 1;
-    return at::zeros({1}, t.options()).expand(sizes);
+    return at::zeros({sizes.back()}, t.options()).expand(sizes);
   }
   return is_read_in_place(t) ? t : t.contiguous();
 }
@@ -310,6 +309,7 @@ std::string explain(const Backend& backend, const Inputs& in, const Options& opt
   g.dkey = result(in.key, in.key.sizes());
   g.dvalue = result(in.value, in.value.sizes());
   g.delta = p.out.data;
+  if (in.attn_mask.has_value() && in.attn_mask->is_floating_point() && in.attn_mask->requires_grad()) g.dmask = p.out.data;
   g.deterministic = options.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   const problem::Device device = backend.device(in.query);
   const problem::Choice choice = choice_of_environment();

@@ -24,7 +24,7 @@ struct Call {
   Tensor dmask;  // accumulate type, contiguous, zero: backward adds to it
 };
 
-// How a device runs things. Called with every size at least 1 (rows, keys, heads, both head dims; packed: totals, max lengths).
+// How a device runs things. Called with every size at least 1 (rows, keys, heads, both head dims; only total_keys may be 0).
 // Packed out and gradients arrive filled with 0, packed lse with -inf, so that rows outside every sequence need no care;
 // everything else that is to be written arrives uninitialised. Failures are raised with TORCH_CHECK.
 // The device guard, the stream and the workspace are the backend's matter.
