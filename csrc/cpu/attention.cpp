@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cpu/number.h"
@@ -69,7 +70,20 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Part {
   ForwardTask task;
   int64_t at;
+
+  int64_t head() const { return task.sequence.batch * task.problem->kv_heads + task.kv_head; }
+  int64_t cost() const { return (task.lane_end - task.lane_begin) * (task.key_end - task.key_begin); }
 };
+
+// Head after head, for K and V to stay in the caches: the costliest head first, and the costliest task of a head, so that the last
+// tasks are short.
+void order(std::vector<Part>& parts) {
+  if (parts.empty()) return;
+  std::vector<int64_t> cost(parts.back().head() + 1);
+  for (const Part& part : parts) cost[part.head()] += part.cost();
+  const auto key = [&](const Part& part) { return std::tuple(-cost[part.head()], part.head(), -part.cost()); };
+  std::stable_sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) { return key(a) < key(b); });
+}
 
 // Lanes whose keys were cut into parts: the first part at `at`.
 struct Combination {
@@ -93,7 +107,7 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
   // that is free where all of K and V stays there too, and costs widening the more often for half types.
   const int64_t room = (int64_t{256} << 10) / (kernels.group * std::max<int64_t>(1, p.head_dim + p.value_dim) * real);
   const int64_t kv_bytes = p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
-  const int64_t fewest = kv_bytes > (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
+  const int64_t fewest = kv_bytes >= (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
   int64_t groups = std::clamp<int64_t>(room, 1, 8);
   while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
   plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;
@@ -162,7 +176,7 @@ void forward_as(const Problem& p, const Executor& executor) {
   const Memory workspace = allocate(space * sizeof(Real));
   for (Part& part : tasks)
     if (part.at >= 0) part.task.partial = static_cast<Real*>(workspace.get()) + part.at;
-  longest_first(tasks, [](const Part& x) { return (x.task.lane_end - x.task.lane_begin) * (x.task.key_end - x.task.key_begin); });
+  order(tasks);
   for_each(executor, static_cast<int64_t>(tasks.size()), kernels.forward_scratch(p, plan.tiling),
            [&](int64_t i, void* scratch) { kernels.forward(tasks[i].task, plan.tiling, scratch); });
   for_each(executor, static_cast<int64_t>(combinations.size()), 0,

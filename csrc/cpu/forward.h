@@ -153,6 +153,8 @@ class Forward {
         real_rows(p_.dtype, p_.value, s_.batch, task_.kv_head, s_.key + begin, count, p_.value_dim, scratch_.values);
     for (int i = 0; i < count_; ++i) {
       const Group<Real>& g = scratch_.groups[i];
+      fetch(p_.key, p_.head_dim, end + i * count / count_, end + (i + 1) * count / count_);
+      fetch(p_.value, p_.value_dim, end + i * count / count_, end + (i + 1) * count / count_);
       const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
       const int64_t from = most(seen.first, begin), to = least(seen.last, end);
       if (from >= to) continue;
@@ -160,6 +162,15 @@ class Forward {
         step<decltype(vectors)::value>(i, from, to, {keys.data + (from - begin) * keys.stride, keys.stride},
                                        {values.data + (from - begin) * values.stride, values.stride});
       });
+    }
+  }
+
+  // Rows [begin, end) of the next block of K or V on their way to the second-level cache.
+  void fetch(const problem::Array& a, int64_t dim, int64_t begin, int64_t end) const {
+    const int64_t bytes = size_of(p_.dtype);
+    for (int64_t j = begin; j < least(end, task_.key_end); ++j) {
+      const char* row = static_cast<const char*>(a.data) + problem::offset(a, s_.batch, task_.kv_head, s_.key + j) * bytes;
+      for (int64_t at = 0; at < dim * bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
     }
   }
 
