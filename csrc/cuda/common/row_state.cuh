@@ -13,6 +13,10 @@ namespace flash::common {
 template <class T>
 inline constexpr float kSumLimit = std::is_same_v<T, __half> ? 6e4f : 1.8446744e19f;
 
+// Beyond this (log2 units) the rounding of a maximum, which fma(score, scale, -max) shows in full, may itself leave the range of 2^x.
+inline constexpr float kLargestMax = 0x1p20f;
+__device__ __forceinline__ bool is_large(float max) { return fabsf(max) > kLargestMax && max != -INFINITY; }
+
 // kBlocks blocks of 16 rows; [i][half] is row 16 i + 8 half + lane / 4, the same in the four lanes of a quad.
 template <int kBlocks>
 struct RowState {
@@ -56,14 +60,38 @@ struct RowState {
       for (int half = 0; half < 2; ++half) raise(i, half, after[i][half], rOut);
   }
 
+  // Scores under large maxima: scaled and reduced in two roundings, as the maximum was, so that the largest becomes 0 exactly.
+  template <int kJ>
+  __device__ __forceinline__ void reduce(float (&rScore)[kBlocks][kJ][4], float log2_scale) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          rScore[i][j][e] = __fsub_rn(__fmul_rn(rScore[i][j][e], log2_scale), problem::Softmax<float>::reference(max[i][e / 2]));
+  }
+
+  __device__ __forceinline__ bool any_large() const {
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) large |= is_large(max[i][0]) || is_large(max[i][1]);
+    return large;
+  }
+
   // Scores become probabilities relative to 2^max and join the sums.
   template <int kJ>
   __device__ __forceinline__ void exponentiate(float (&rScore)[kBlocks][kJ][4], float log2_scale) {
+    const bool reduced = __any_sync(tile::kWarp, any_large());
+    if (reduced) {
+      reduce(rScore, log2_scale);
+      log2_scale = 1;
+    }
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float reference = problem::Softmax<float>::reference(max[i][half]);
+        const float reference = reduced ? 0.f : problem::Softmax<float>::reference(max[i][half]);
         float share = 0;
 #pragma unroll
         for (int j = 0; j < kJ; ++j)
@@ -83,9 +111,9 @@ struct RowState {
     sum[i][half] += x;
   }
 
-  // Adds the lanes' shares up. True if a sum of this lane is NaN or outside [0, limit).
+  // Adds the lanes' shares up. True if a fixed reference was no good: a sum is NaN or outside [0, limit), or a maximum is large.
   __device__ __forceinline__ bool close(float limit) {
-    bool bad = false;
+    bool bad = any_large();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll

@@ -141,8 +141,9 @@ struct Consumer {
     row_max(score, maximum);
     state.start(maximum);
     state.reference(p.scale_log2, subtrahend);
+    const float scale_log2 = reduce_large(score, p.scale_log2, subtrahend);
     constexpr int kPairs = C::kKeys / 4;
-    exponentials<T, 0, kPairs, kPack ? 0 : kPairs>(score, probability, p.scale_log2, subtrahend, sum);
+    exponentials<T, 0, kPairs, kPack ? 0 : kPairs>(score, probability, scale_log2, subtrahend, sum);
     add(sum);
   }
 
@@ -165,7 +166,8 @@ struct Consumer {
         for (int i = 0; i < C::kDim / 2; ++i) output[i] *= factor[(i >> 1) & 1];
       }
       state.reference(p.scale_log2, subtrahend);
-      exponentials<T, 0, kPairs, 0>(score, probability, p.scale_log2, subtrahend, sum);
+      const float scale_log2 = reduce_large(score, p.scale_log2, subtrahend);
+      exponentials<T, 0, kPairs, 0>(score, probability, scale_log2, subtrahend, sum);
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) subtrahend[r] = state.top[r] * p.scale_log2;
@@ -217,7 +219,10 @@ struct Consumer {
       rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
       rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 2);
     }
-    if (__any_sync(~0u, !(rows.sum[0] < kLimit && rows.sum[1] < kLimit)) && lane == 0 && fate.z == 0) {
+    float subtrahend[2];
+    rows.reference(p.scale_log2, subtrahend);
+    const bool overflowed = __any_sync(~0u, !(rows.sum[0] < kLimit && rows.sum[1] < kLimit)) || any_large(subtrahend);
+    if (overflowed && lane == 0 && fate.z == 0) {
       const int entry = ptx::add_shared(base + C::kRedoAt, 1);
       ptx::store_shared(base + C::kRedoAt + 4 + 4 * entry, fate.x);
     }

@@ -72,6 +72,24 @@ struct Rows {
   }
 };
 
+// Beyond this (log2 units) the rounding of a subtrahend, which fma(score, scale, -subtrahend) shows in full, may itself leave the range
+// of 2^x. Such scores are scaled and reduced in two roundings, as the subtrahend was, so that the largest becomes 0 exactly.
+inline constexpr float kLargest = 0x1p20f;
+
+__device__ __forceinline__ bool any_large(const float (&subtrahend)[2]) {
+  return __any_sync(~0u, fabsf(subtrahend[0]) > kLargest || fabsf(subtrahend[1]) > kLargest);
+}
+
+// Returns the scale that is left to apply.
+template <int kScores>
+__device__ __forceinline__ float reduce_large(float (&score)[kScores], float scale_log2, float (&subtrahend)[2]) {
+  if (!any_large(subtrahend)) return scale_log2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) score[i] = __fsub_rn(__fmul_rn(score[i], scale_log2), subtrahend[(i >> 1) & 1]);
+  subtrahend[0] = subtrahend[1] = 0;
+  return 1;
+}
+
 // score -> 2^(score * scale_log2 - subtrahend) for the pairs [kBegin, kEnd); pairs [kPack, kEnd) also go packed into `probability`, the
 // A operand of P V. Adds to the row sums.
 template <class T, int kBegin, int kEnd, int kPack, int kScores>
