@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, name: str) -> Result:
 
 
 def save(results: dict[str, Result], folder: Path, title: str) -> Path:
-    """loss.csv and loss.png: thin lines are the losses, thick ones their running mean."""
+    """loss.csv and loss.png, all curves in one picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,7 +155,7 @@ def save(results: dict[str, Result], folder: Path, title: str) -> Path:
         writer.writerows(enumerate(zip(*(result.losses for result in results.values()), strict=True)))
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for (name, result), style in zip(results.items(), ("-", "--"), strict=False):
-        axes.plot(result.losses, style, label=f"{name}: {result.tokens_per_second:,.0f} characters/s", linewidth=1.6)
+        axes.plot(result.losses, style, label=name, linewidth=1.6)
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
