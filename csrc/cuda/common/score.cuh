@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/ptx/math.cuh"
+#include "cuda/ptx/matrix.cuh"
 #include "cuda/tile/layout.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "problem/mask.h"
@@ -182,6 +183,13 @@ struct MaskPlace {
   bool inside;                 // no column of the fragment lies beyond
 };
 
+// Whether lines are dense keys that can be read in pairs. The same for a whole warp.
+template <bool kTransposed, int kI, class Element>
+__device__ __forceinline__ bool transposes(const MaskPlace& m, const Element* corner, const Place& at) {
+  return kTransposed && m.line_stride == 1 && m.column_stride != 0 && m.column_stride % 2 == 0 &&
+         reinterpret_cast<uint64_t>(corner) % 4 == 0 && (at.line & ~7) + kI * 16 - 1 <= m.last_line;
+}
+
 // The mask's values for a fragment, all reads under way at once. What lies past the end gets the value of the last line or column: it
 // is hidden afterwards (a tile that reaches past the end is PARTIAL) or never stored.
 template <bool kTransposed, class Element, int kI, int kJ>
@@ -202,6 +210,26 @@ __device__ __forceinline__ void read_mask(float (&v)[kI][kJ][4], const void* dat
           v[i][j][2 * half] = addend(pair.low);
           v[i][j][2 * half + 1] = addend(pair.high);
         }
+  } else if (sizeof(Element) == 2 && transposes<kTransposed, kI>(m, corner, at)) {
+    // Dense keys are lines here: pairs of keys are read and 8 x 8 blocks turned, so that a read still brings two elements.
+    if constexpr (sizeof(Element) == 2) {
+      const int lane = threadIdx.x % 32, first_line = at.line - tile::lane_line(lane) + tile::lane_column(lane);
+      const int first_column = at.column - tile::lane_column(lane) + tile::lane_line(lane);
+#pragma unroll
+      for (int j = 0; j < kJ; ++j) {
+        const Element* row = corner + min(first_column + j * 8, m.last_column) * m.column_stride + first_line;
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t bits = ptx::transpose_matrix(__ldg(reinterpret_cast<const uint32_t*>(row + i * 16 + half * 8)));
+            Pair<Element> pair;
+            memcpy(&pair, &bits, sizeof pair);
+            v[i][j][2 * half] = addend(pair.low);
+            v[i][j][2 * half + 1] = addend(pair.high);
+          }
+      }
+    }
   } else if (kTransposed && m.column_stride == 0) {
 #pragma unroll
     for (int i = 0; i < kI; ++i)

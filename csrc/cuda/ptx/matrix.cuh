@@ -1,5 +1,5 @@
 // ptx/matrix.cuh: 8x8 matrices of 16-bit elements between shared memory and registers. PTX ISA, "Warp Level Matrix Load
-// Instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8; matrix m arrives in r[m].
+// Instruction: ldmatrix" and "movmatrix". Lane l gives the address of row l % 8 of matrix l / 8; matrix m arrives in r[m].
 #pragma once
 #include <cstdint>
 
@@ -17,6 +17,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
+}
+
+// movmatrix.trans: the transpose of a matrix that the lanes hold as load_matrices leaves it.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t r) {
+  uint32_t t;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(r));
+  return t;
 }
 
 }  // namespace flash::ptx
