@@ -152,7 +152,8 @@ def save(results: dict[str, Result], folder: Path, title: str) -> Path:
     with (folder / "loss.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *results])
-        writer.writerows(enumerate(zip(*(result.losses for result in results.values()), strict=True)))
+        columns = zip(*(result.losses for result in results.values()), strict=True)
+        writer.writerows([step, *losses] for step, losses in enumerate(columns))
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for (name, result), style in zip(results.items(), ("-", "--"), strict=False):
         axes.plot(result.losses, style, label=name, linewidth=1.6)
