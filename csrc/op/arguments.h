@@ -88,7 +88,7 @@ using Backward = Gradients5(const Results&, const Inputs&, const Options&, Wante
 
 using Explain = std::string(const Inputs&, const Options&);
 
-// The flat signatures of attention_forward, attention_varlen_forward, attention_backward, attention_varlen_backward and explain.
+// The flat signatures of attention_(varlen_)forward, attention_(varlen_)backward and explain.
 template <Forward* kernel>
 OutLse flat_forward(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
                     const OptTensor& alibi_slopes, const OptTensor& sinks, const OptTensor& seed, OptSymInt window_left,
@@ -115,9 +115,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flat_backward(
     const Tensor& out, const Tensor& lse, const OptTensor& attn_mask, const OptTensor& alibi_slopes, const OptTensor& sinks,
     const OptTensor& seed, std::array<bool, 5> output_mask, OptSymInt window_left, OptSymInt window_right, bool bottom_right,
     OptDouble scale, double softcap, double dropout_p, OptBool deterministic) {
-  auto [dquery, dkey, dvalue, dmask, dsinks] =
-      kernel({grad_out, grad_lse, out, lse}, {query, key, value, attn_mask, alibi_slopes, sinks, seed},
-             {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, dropout_p, deterministic}, output_mask);
+  auto [dquery, dkey, dvalue, dmask, dsinks] = kernel(
+      {grad_out, grad_lse, out, lse}, {query, key, value, attn_mask, alibi_slopes, sinks, seed},
+      {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, dropout_p, deterministic}, output_mask);
   return {std::move(dquery), std::move(dkey), std::move(dvalue), std::move(dmask), std::move(dsinks)};
 }
 

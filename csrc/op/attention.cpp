@@ -1,6 +1,6 @@
-// op/attention.cpp: flash::attention has SDPA's meaning: any rank from 2 on, broadcasting as in matmul, top-left causal, dropout
-// drawn from torch's generator. It is a composite: views around one call of attention_forward, which has the kernels and the
-// derivative. Nothing is expanded in memory; only five and more dimensions that do not fold into four views are copied.
+// op/attention.cpp: flash::attention has SDPA's meaning: any rank from 2 on, broadcasting as in matmul, top-left causal,
+// dropout drawn from torch's generator. It is a composite: views around one call of attention_forward, which has the kernels
+// and the derivative. Nothing is expanded in memory; only five and more dimensions that do not fold into four are copied.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/rand_like.h>
 #include <torch/library.h>
@@ -14,7 +14,9 @@ namespace {
 using Sizes = c10::SmallVector<c10::SymInt, 8>;
 
 // The size of dimension -1 - place, 1 where the tensor has none.
-c10::SymInt size_from_end(const Tensor& t, int64_t place) { return place < t.dim() ? t.sym_size(t.dim() - 1 - place) : c10::SymInt(1); }
+c10::SymInt size_from_end(const Tensor& t, int64_t place) {
+  return place < t.dim() ? t.sym_size(t.dim() - 1 - place) : c10::SymInt(1);
+}
 
 // Combines two sizes as matmul broadcasts; false if they do not fit.
 bool broadcast(c10::SymInt& size, const c10::SymInt& other) {
@@ -28,9 +30,9 @@ bool broadcast(c10::SymInt& size, const c10::SymInt& other) {
 
 // What the call comes to: [batch..., heads, L, *] with kv_heads for key and value.
 struct Shape {
-  int64_t rank;        // of the result
-  Sizes batch;         // rank - 3 of them
-  c10::SymInt heads;   // of query
+  int64_t rank;       // of the result
+  Sizes batch;        // rank - 3 of them
+  c10::SymInt heads;  // of query
   c10::SymInt kv_heads;
   c10::SymInt rows, keys;
 };
@@ -58,16 +60,17 @@ Shape shape_of(const Tensor& query, const Tensor& key, const Tensor& value, bool
   if (enable_gqa) {
     const bool divides = !differ(s.heads, s.kv_heads) || (differ(s.kv_heads, 0) && !differ(s.heads % s.kv_heads, 0));
     if (differ(s.kv_heads, value_heads) || !divides) {
-      reasons.add("Number of heads in key and value must divide the number of heads in query and be equal, but got ", s.kv_heads,
-                  ", ", value_heads, " and ", s.heads, ".");
+      reasons.add("Number of heads in key and value must divide the number of heads in query and be equal, but got ",
+                  s.kv_heads, ", ", value_heads, " and ", s.heads, ".");
     }
     return s;
   }
   const bool same = !differ(s.kv_heads, value_heads);
   const c10::SymInt query_heads = s.heads;
   if (!broadcast(s.kv_heads, value_heads) || !broadcast(s.heads, s.kv_heads)) {
-    reasons.add("query, key and value have ", query_heads, ", ", size_from_end(key, 2), " and ", value_heads,
-                " heads: they must be equal or 1; pass enable_gqa=True if each head of key and value serves a group of query's.");
+    reasons.add(
+        "query, key and value have ", query_heads, ", ", size_from_end(key, 2), " and ", value_heads,
+        " heads: they must be equal or 1; pass enable_gqa=True if each head of key and value serves a group of query's.");
   }
   if (!same) s.kv_heads = s.heads;  // else one head of key and value serves all of query's, unexpanded
   return s;
@@ -159,8 +162,8 @@ Tensor draw_seed(const Tensor& query) { return at::rand_like(query.new_empty({2}
 bool is_plain(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, const Shape& s) {
   return query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && (!attn_mask.has_value() || attn_mask->dim() == 4) &&
          !differ(query.sym_size(0), s.batch[0]) && !differ(key.sym_size(0), s.batch[0]) &&
-         !differ(value.sym_size(0), s.batch[0]) && !differ(query.sym_size(1), s.heads) && !differ(key.sym_size(1), s.kv_heads) &&
-         !differ(value.sym_size(1), s.kv_heads);
+         !differ(value.sym_size(0), s.batch[0]) && !differ(query.sym_size(1), s.heads) &&
+         !differ(key.sym_size(1), s.kv_heads) && !differ(value.sym_size(1), s.kv_heads);
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
@@ -174,8 +177,9 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   const Shape s = shape_of(query, key, value, enable_gqa, reasons);
   if (attn_mask.has_value()) {
     if (is_causal) {
-      reasons.add("Explicit attn_mask should not be set when is_causal=True: use flash_attn_ext.attention, which takes both, "
-                  "or put the causal part into the mask.");
+      reasons.add(
+          "Explicit attn_mask should not be set when is_causal=True: use flash_attn_ext.attention, which takes both, "
+          "or put the causal part into the mask.");
     }
     if (reasons.empty()) check_mask(*attn_mask, query, s, reasons);
   }

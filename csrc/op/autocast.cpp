@@ -1,6 +1,7 @@
 // op/autocast.cpp: inside torch.autocast query, key, value and a float mask are cast to its dtype, as for SDPA. fp64 and bool
-// stay; slopes, sinks and seed have types of their own. attention_forward has the rule too, because flash_attn_ext.attention calls
-// it directly for options that SDPA does not have; backward has none: it runs on what forward saved, and gradients are cast back.
+// stay; slopes, sinks and seed have types of their own. attention_forward has the rule too, because flash_attn_ext.attention
+// calls it directly for options that SDPA does not have; backward has none: it runs on what forward saved, and autograd casts
+// gradients back.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -40,8 +40,18 @@ struct AttentionNode : Node {
   OwnedCall unpack() {
     const auto owner = getptr();
     const auto get = [&](Slot slot) { return saved.unpack(slot, owner); };
-    OwnedCall c{get(kQ), get(kK), get(kV), present(get(kAttnMask)), present(get(kAlibi)), present(get(kSink)), present(get(kSeed)),
-                {},      {},      {},      get(kOut),               get(kLse)};
+    OwnedCall c{get(kQ),
+                get(kK),
+                get(kV),
+                present(get(kAttnMask)),
+                present(get(kAlibi)),
+                present(get(kSink)),
+                present(get(kSeed)),
+                {},
+                {},
+                {},
+                get(kOut),
+                get(kLse)};
     if (is_packed) c.packed = Packed{get(kCuQ), get(kCuK), max_seqlen_q, max_seqlen_k};
     return c;
   }
@@ -122,9 +132,10 @@ void refuse_forward_mode(const Tensors&... tensors) {
 }
 
 void refuse_slopes_gradient(const OptTensor& slopes) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!compute_requires_grad(slopes),
-                              "flash::attention has no gradient for alibi_slopes: pass alibi_slopes.detach(), or learn the bias "
-                              "as a float attn_mask.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !compute_requires_grad(slopes),
+      "flash::attention has no gradient for alibi_slopes: pass alibi_slopes.detach(), or learn the bias "
+      "as a float attn_mask.");
 }
 
 OutLse forward(const Inputs& in, const Options& options) {

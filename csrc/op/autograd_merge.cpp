@@ -50,8 +50,9 @@ struct FlashMergeBackward final : Node {
 };
 
 OutLse merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!(isFwGradDefined(out_a) || isFwGradDefined(lse_a) || isFwGradDefined(out_b) || isFwGradDefined(lse_b)),
-                              "flash::merge has no forward-mode derivative (jvp, jacfwd): use reverse mode (vjp, jacrev).");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !(isFwGradDefined(out_a) || isFwGradDefined(lse_a) || isFwGradDefined(out_b) || isFwGradDefined(lse_b)),
+      "flash::merge has no forward-mode derivative (jvp, jacfwd): use reverse mode (vjp, jacrev).");
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_merge(out_a, lse_a, out_b, lse_b);

@@ -28,18 +28,26 @@ using problem::Problem;
 
 DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
-    case at::kBool: return DType::kBool;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kFloat: return DType::kFloat32;
-    case at::kDouble: return DType::kFloat64;
-    default: return DType::kNone;
+    case at::kBool:
+      return DType::kBool;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return DType::kNone;
   }
 }
 
 int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
-void* data_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }  // reads only: keeps copy-on-write tensors shared
+void* data_of(const Tensor& t) {
+  return const_cast<void*>(t.const_data_ptr());
+}  // reads only: keeps copy-on-write tensors shared
 
 Array array_to_write(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};  // not wanted
@@ -81,7 +89,7 @@ Sizes sizes_of(const Inputs& in) {
 
 void set_mask(const Inputs& in, Call& call) {
   const Tensor& mask = call.mask = *in.attn_mask;
-  call.problem.mask = {data_of(mask),       dtype_of(mask),      stride_of(mask, 0),
+  call.problem.mask = {data_of(mask),      dtype_of(mask),     stride_of(mask, 0),
                        stride_of(mask, 1), stride_of(mask, 2), stride_of(mask, 3)};
 }
 
@@ -113,7 +121,8 @@ void set_inputs(const Inputs& in, const Options& options, const Sizes& s, Call& 
   p.value = array_of(call.value);
   p.scale = options.scale.value_or(s.head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(s.head_dim)));
   if (p.dtype == DType::kFloat32 && in.query.is_cuda())
-    p.tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+    p.tf32 =
+        at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
   p.softcap = options.softcap;
   p.left = window_end(options.window_left);
   p.right = window_end(options.window_right);

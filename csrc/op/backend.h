@@ -1,5 +1,5 @@
-// op/backend.h: everything that the CPU and the CUDA key share: check, copy what a kernel cannot read, allocate, fill a Problem,
-// handle empty sizes, reduce the gradient of the sinks. A device adds a Backend (how to run a Problem) and one line:
+// op/backend.h: everything that the CPU and the CUDA key share: check, copy what a kernel cannot read, allocate, fill a
+// Problem, handle empty sizes, reduce the gradient of the sinks. A device adds a Backend (how to run a Problem) and one line:
 //   TORCH_LIBRARY_IMPL(flash, CUDA, m) { register_backend<kCuda>(m); }
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,13 @@ namespace flash::op {
 // more (alignment) replaces the tensor here and the Array with it. All memory is on query's device.
 struct Call {
   problem::Problem problem;
-  problem::Gradients gradients;  // backward only
-  Tensor query, key, value;      // never of zero elements; last dimension dense
-  Tensor out, lse;               // lse contiguous
+  problem::Gradients gradients;                                        // backward only
+  Tensor query, key, value;                                            // never of zero elements; last dimension dense
+  Tensor out, lse;                                                     // lse contiguous
   Tensor mask, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k;  // undefined where absent
   Tensor grad_out, grad_lse, delta;                                    // backward only
   Tensor dquery, dkey, dvalue;                                         // undefined where not wanted
-  Tensor dmask;  // accumulate type, contiguous, zero: backward adds to it
+  Tensor dmask;                                                        // accumulate type, contiguous, zero: backward adds to it
 };
 
 // How a device runs things. Called with every size at least 1 (rows, keys, heads, both head dims; only total_keys may be 0).
@@ -30,8 +30,8 @@ struct Call {
 // The device guard, the stream and the workspace are the backend's matter.
 struct Backend {
   problem::Device (*device)(const Tensor& query);  // what plan() should know about query's device
-  void (*forward)(Call& call);   // writes problem.out, problem.lse
-  void (*backward)(Call& call);  // writes what gradients asks for, and gradients.delta
+  void (*forward)(Call& call);                     // writes problem.out, problem.lse
+  void (*backward)(Call& call);                    // writes what gradients asks for, and gradients.delta
   // Contiguous out [count, value_dim] and lse [count], results allocated.
   void (*merge)(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
                 const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse);
@@ -46,7 +46,8 @@ problem::Array array_of(const Tensor& tensor);
 problem::Choice choice_of_environment();
 
 OutLse forward(const Backend& backend, const Inputs& inputs, const Options& options);
-Gradients5 backward(const Backend& backend, const Results& results, const Inputs& inputs, const Options& options, Wanted wanted);
+Gradients5 backward(const Backend& backend, const Results& results, const Inputs& inputs, const Options& options,
+                    Wanted wanted);
 OutLse merge(const Backend& backend, const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
 Tensor dropout_mask(const Backend& backend, const Tensor& seed, c10::SymIntArrayRef size, double p);
 std::string explain(const Backend& backend, const Inputs& inputs, const Options& options);

@@ -50,7 +50,8 @@ struct MappedCall {
   const Packed* packed;
   c10::SymInt batch;  // of one sample
 
-  MappedCall(const Inputs& in, const Results* results) : level(current_level()), packed(in.packed), batch(in.query.sym_size(0)) {
+  MappedCall(const Inputs& in, const Results* results)
+      : level(current_level()), packed(in.packed), batch(in.query.sym_size(0)) {
     query = unwrap(in.query, level);
     key = unwrap(in.key, level);
     value = unwrap(in.value, level);
@@ -71,17 +72,26 @@ struct MappedCall {
   }
 
   bool any_mapped() const {
-    for (const Mapped* m : {&query, &key, &value, &attn_mask, &alibi_slopes, &sinks, &seed, &cu_seqlens_q, &cu_seqlens_k, &grad_out,
-                            &grad_lse, &out, &lse}) {
+    for (const Mapped* m : {&query, &key, &value, &attn_mask, &alibi_slopes, &sinks, &seed, &cu_seqlens_q, &cu_seqlens_k,
+                            &grad_out, &grad_lse, &out, &lse}) {
       if (m->mapped) return true;
     }
     return false;
   }
 
   OwnedCall sample(int64_t i) const {
-    OwnedCall c{query.sample(i), key.sample(i), value.sample(i), optional(attn_mask.sample(i)), optional(alibi_slopes.sample(i)),
-                optional(sinks.sample(i)), optional(seed.sample(i)), {}, grad_out.sample(i), optional(grad_lse.sample(i)),
-                out.sample(i), lse.sample(i)};
+    OwnedCall c{query.sample(i),
+                key.sample(i),
+                value.sample(i),
+                optional(attn_mask.sample(i)),
+                optional(alibi_slopes.sample(i)),
+                optional(sinks.sample(i)),
+                optional(seed.sample(i)),
+                {},
+                grad_out.sample(i),
+                optional(grad_lse.sample(i)),
+                out.sample(i),
+                lse.sample(i)};
     if (packed != nullptr) {
       c.packed = Packed{cu_seqlens_q.sample(i), cu_seqlens_k.sample(i), packed->max_seqlen_q, packed->max_seqlen_k};
     }
@@ -100,13 +110,23 @@ struct MappedCall {
 
   OwnedCall folded(bool mask_per_sample) const {
     // A mask that all samples and all of their batch share stays as small as it is.
-    const bool shared = !mask_per_sample && !attn_mask.mapped && attn_mask.tensor.defined() && is_one(attn_mask.tensor.sym_size(0));
+    const bool shared =
+        !mask_per_sample && !attn_mask.mapped && attn_mask.tensor.defined() && is_one(attn_mask.tensor.sym_size(0));
     Mapped slopes = alibi_slopes;  // [H] is shared; else [samples, batch, H]
     if (slopes.mapped && slopes.tensor.dim() == 2) slopes.tensor = slopes.tensor.unsqueeze(1);
     const bool per_batch = slopes.tensor.defined() && (slopes.mapped || slopes.tensor.dim() == 2);
-    return {fold(query), fold(key), fold(value), optional(shared ? attn_mask.tensor : fold(attn_mask)),
-            optional(per_batch ? fold(slopes) : slopes.tensor), optional(sinks.tensor), {}, {}, fold(grad_out),
-            optional(fold(grad_lse)), fold(out), fold(lse)};
+    return {fold(query),
+            fold(key),
+            fold(value),
+            optional(shared ? attn_mask.tensor : fold(attn_mask)),
+            optional(per_batch ? fold(slopes) : slopes.tensor),
+            optional(sinks.tensor),
+            {},
+            {},
+            fold(grad_out),
+            optional(fold(grad_lse)),
+            fold(out),
+            fold(lse)};
   }
 
   // [samples * batch, ...] -> [samples, batch, ...]
@@ -198,7 +218,8 @@ Tensor dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p) {
   const Mapped mapped = unwrap(seed, level);
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   if (!mapped.mapped) return call_dropout_mask(mapped.tensor, size, p);
-  return one_by_one<1>(level, [&](int64_t i) -> std::array<Tensor, 1> { return {call_dropout_mask(mapped.sample(i), size, p)}; })[0];
+  return one_by_one<1>(level,
+                       [&](int64_t i) -> std::array<Tensor, 1> { return {call_dropout_mask(mapped.sample(i), size, p)}; })[0];
 }
 
 }  // namespace

@@ -58,7 +58,8 @@ void check_operands(const Inputs& in, Reasons& reasons) {
   if (differ(k[1], v[1])) {
     reasons.add("key has ", k[1], " heads, value has ", v[1], ": they must be equal.");
   } else if (differ(q[1], k[1]) && (!differ(k[1], 0) || differ(q[1] % k[1], 0))) {
-    reasons.add("Number of heads in key and value must divide the number of heads in query, but got ", k[1], " and ", q[1], ".");
+    reasons.add("Number of heads in key and value must divide the number of heads in query, but got ", k[1], " and ", q[1],
+                ".");
   }
 }
 
@@ -88,7 +89,8 @@ void check_alibi(const Inputs& in, Reasons& reasons) {
   const bool fits = (have.size() == 1 && !differ(have[0], heads)) ||
                     (have.size() == 2 && !differ(have[1], heads) && (!differ(have[0], batch) || is_one(have[0])));
   if (!fits) {
-    reasons.add("alibi_slopes has the sizes ", have, ": they must be [H] = [", heads, "] or [B, H] = [", batch, ", ", heads, "].");
+    reasons.add("alibi_slopes has the sizes ", have, ": they must be [H] = [", heads, "] or [B, H] = [", batch, ", ", heads,
+                "].");
   }
 }
 
@@ -127,7 +129,8 @@ void check_inputs(const Inputs& in, const Options& options, Reasons& reasons) {
   check_dropout(options.dropout_p, reasons);
   if (options.dropout_p > 0.0) {
     if (!in.seed.has_value()) {
-      reasons.add("dropout_p is ", options.dropout_p, " but seed is None: pass seed, a tensor of 2 float64 in [0, 1) such as "
+      reasons.add("dropout_p is ", options.dropout_p,
+                  " but seed is None: pass seed, a tensor of 2 float64 in [0, 1) such as "
                   "torch.rand(2, dtype=torch.float64), so that forward and backward drop the same elements.");
     } else {
       check_seed(*in.seed, reasons);
@@ -219,7 +222,8 @@ void check_backward(const Results& results, const Inputs& in, const Options& opt
     for (size_t i = 0; i < rank; ++i) out[i] = i + 1 < rank ? q[i] : last;
     for (size_t i = 0; i + 1 < rank; ++i) lse[i] = rank == 4 ? q[i] : q[1 - i];
     const c10::SymIntArrayRef out_sizes(out.data(), rank), lse_sizes(lse.data(), rank - 1);
-    const auto check = [&](const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType type, const char* shape) {
+    const auto check = [&](const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType type,
+                           const char* shape) {
       check_sizes(name, t, sizes, shape, reasons);
       check_device(name, t, in.query, reasons);
       if (t.scalar_type() != type) reasons.add(name, " is ", t.scalar_type(), ": it must be ", type, ".");

@@ -34,8 +34,8 @@ void forward(Call& call) { cpu::forward(call.problem, executor()); }
 
 void backward(Call& call) { cpu::backward(call.problem, call.gradients, executor()); }
 
-void merge(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
-           const Tensor& lse_b, const Tensor& out, const Tensor& lse) {
+void merge(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
+           const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse) {
   cpu::merge(dtype, count, value_dim, out_a.const_data_ptr(), lse_a.const_data_ptr(), out_b.const_data_ptr(),
              lse_b.const_data_ptr(), out.mutable_data_ptr(), lse.mutable_data_ptr(), executor());
 }

@@ -17,7 +17,7 @@ inline bool is_zero(const c10::SymInt& a) { return TORCH_GUARD_OR_FALSE(a.sym_eq
 template <class Int>
 c10::SmallVector<Int, 4> strides_in_order(c10::ArrayRef<Int> model, c10::ArrayRef<Int> sizes) {
   const size_t last = sizes.size() - 1;
-  std::array<size_t, 4> order{};  // dimensions but the last, innermost first
+  std::array<size_t, 4> order{};                 // dimensions but the last, innermost first
   const auto inside = [&](size_t a, size_t b) {  // a lies inside b
     if (is_zero(model[a]) || is_zero(model[b])) return is_zero(model[b]) && !is_zero(model[a]);
     return greater(model[b], model[a]);

@@ -15,7 +15,8 @@ OutLse forward(const Inputs& in, const Options& options) {
   c10::SymDimVector out(q.begin(), q.end());
   out.back() = in.value.sym_size(-1);
   const auto accumulate = in.query.options().dtype(accumulate_type(in.query));
-  Tensor lse = in.packed != nullptr ? at::empty_symint({q[1], q[0]}, accumulate) : at::empty_symint({q[0], q[1], q[2]}, accumulate);
+  Tensor lse =
+      in.packed != nullptr ? at::empty_symint({q[1], q[0]}, accumulate) : at::empty_symint({q[0], q[1], q[2]}, accumulate);
   return {empty_in_order(in.query, out, in.query.options()), std::move(lse)};
 }
 

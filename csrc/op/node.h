@@ -1,4 +1,4 @@
-// op/node.h: what hand-written autograd nodes need. torch::autograd::Function would be shorter but refuses torch.func transforms.
+// op/node.h: what hand-written autograd nodes need. torch::autograd::Function would be shorter but refuses torch.func.
 #pragma once
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>

@@ -1,4 +1,4 @@
-// op/schema.cpp: every operator of the library, one schema each. Kernels register themselves per dispatch key in their own files.
+// op/schema.cpp: every operator of the library, one schema each. Kernels register themselves in one file per dispatch key.
 #include <torch/library.h>
 
 TORCH_LIBRARY(flash, m) {
@@ -10,7 +10,8 @@ TORCH_LIBRARY(flash, m) {
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 
   // query [B, H, L, E], key [B, Hk, S, E], value [B, Hk, S, Ev]; attn_mask [1|B, 1|H, 1|L, 1|S] bool, fp32 or query's dtype;
-  // alibi_slopes [H] or [B, H]; sinks [H]; seed: 2 float64, needed if dropout_p > 0. alibi_slopes and sinks are fp32 (fp64 with fp64 inputs).
+  // alibi_slopes [H] or [B, H]; sinks [H]; seed: 2 float64, needed if dropout_p > 0. Slopes and sinks may have any float dtype:
+  // they are converted to fp32 (fp64 with fp64 inputs), the gradient of sinks back.
   // Row i sees keys [i + d - window_left, i + d + window_right], None = open, d = bottom_right ? S - L : 0.
   // deterministic: of the backward; None = torch.are_deterministic_algorithms_enabled() when it runs.
   // Returns out [B, H, L, Ev] and lse [B, H, L]: natural log, fp32 (fp64 for fp64), -inf for a row that sees nothing.
@@ -29,8 +30,9 @@ TORCH_LIBRARY(flash, m) {
       "bool? deterministic=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dmask, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
 
-  // Packed sequences: query [total_q, H, E], key [total_k, Hk, E], value [total_k, Hk, Ev], cu_seqlens int32 [B + 1] on the device.
-  // Returns out [total_q, H, Ev] and lse [H, total_q]; rows outside every sequence are 0 and -inf. The diagonal is per sequence.
+  // Packed sequences: query [total_q, H, E], key [total_k, Hk, E], value [total_k, Hk, Ev], cu_seqlens int32 [B + 1] on the
+  // device. Returns out [total_q, H, Ev] and lse [H, total_q]; rows outside every sequence are 0 and -inf. The diagonal is per
+  // sequence.
   m.def(
       "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? seed=None, *, "
@@ -39,10 +41,11 @@ TORCH_LIBRARY(flash, m) {
       {at::Tag::pt2_compliant_tag});
 
   m.def(
-      "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? alibi_slopes, Tensor? sinks, "
-      "Tensor? seed, bool[4] output_mask, *, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=True, "
-      "float? scale=None, float softcap=0.0, float dropout_p=0.0, bool? deterministic=None) "
+      "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, bool[4] output_mask, *, SymInt? window_left=None, "
+      "SymInt? window_right=None, bool bottom_right=True, float? scale=None, float softcap=0.0, float dropout_p=0.0, "
+      "bool? deterministic=None) "
       "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
 
@@ -55,7 +58,7 @@ TORCH_LIBRARY(flash, m) {
 
   // Which kernel a call of attention_forward (and its backward) runs and why, as text. Runs nothing.
   m.def(
-      "explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, *, "
-      "SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=False, float softcap=0.0, float dropout_p=0.0, "
+      "explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+      "*, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=False, float softcap=0.0, float dropout_p=0.0, "
       "bool? deterministic=None) -> str");
 }

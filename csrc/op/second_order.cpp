@@ -33,7 +33,9 @@ void add(Tensor& a, const Tensor& b) {
 Tensor transpose(const Tensor& t) { return t.transpose(-1, -2); }
 
 // Sums over what was broadcast, as autograd does for expand.
-Tensor sum_to(const Tensor& t, const OptTensor& like) { return t.sum_to_size_symint(like->sym_sizes()).to(like->scalar_type()); }
+Tensor sum_to(const Tensor& t, const OptTensor& like) {
+  return t.sum_to_size_symint(like->sym_sizes()).to(like->scalar_type());
+}
 
 class Composite {
  public:
@@ -188,10 +190,10 @@ class Composite {
   at::ScalarType type_;
   double softcap_, scale_;
   c10::SymInt heads_, group_;
-  Tensor q_, k_, v_, g_, out_;          // k, v expanded to all heads
-  Tensor xq_, xk_, xv_, xb_, xs_;       // incoming; undefined: zero
-  Tensor p_, z_, delta_, b_, e_;        // P, Z, D, B, E
-  Tensor capped_, t_, sink_;            // s', t: only with softcap; psink: only with xs
+  Tensor q_, k_, v_, g_, out_;     // k, v expanded to all heads
+  Tensor xq_, xk_, xv_, xb_, xs_;  // incoming; undefined: zero
+  Tensor p_, z_, delta_, b_, e_;   // P, Z, D, B, E
+  Tensor capped_, t_, sink_;       // s', t: only with softcap; psink: only with xs
 };
 
 }  // namespace

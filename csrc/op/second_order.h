@@ -1,5 +1,5 @@
 // op/second_order.h: the derivative of attention_backward, as a composite of at:: operators (itself differentiable).
-// It holds whole score matrices: memory O(L S), unlike everything else here. Gradient penalties are short; training never comes here.
+// It holds whole score matrices: memory O(L S), unlike everything else here. Plain training never comes here.
 #pragma once
 #include "op/arguments.h"
 

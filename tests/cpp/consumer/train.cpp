@@ -1,5 +1,5 @@
-// Trains with flash::attention from C++ and checks it: gradients against a central difference and against attention written with
-// at:: operators, then a few steps of descent on a projection. Prints what it found; exit status 1 if anything is wrong.
+// Trains with flash::attention from C++ and checks it: gradients against a central difference and against attention written
+// with at:: operators, then a few steps of descent on a projection. Prints what it found; exit status 1 if anything is wrong.
 #include <flash_attn_ext/attention.h>
 #include <torch/torch.h>
 
@@ -13,7 +13,7 @@ int failures = 0;
 
 void expect_below(const char* what, double error, double limit) {
   const bool good = error <= limit;  // false for NaN
-  std::printf("%-58s %.2e %s %.0e\n", what, error, good ? "<=" : "ABOVE", limit);
+  std::printf("%-58s %.2e %s %g\n", what, error, good ? "<=" : "ABOVE", limit);
   failures += good ? 0 : 1;
 }
 
@@ -47,7 +47,8 @@ void check_gradients() {
   const char* names[] = {"query", "key", "value", "attn_mask", "sinks"};
   const double step = 1e-5;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    expect_below((std::string("gradient of ") + names[i] + " against at::").c_str(), largest(gradients[i] - expected[i]), 1e-12);
+    expect_below((std::string("gradient of ") + names[i] + " against at::").c_str(), largest(gradients[i] - expected[i]),
+                 1e-12);
     // Central difference in a random direction.
     const torch::NoGradGuard no_grad;
     const at::Tensor direction = at::randn_like(inputs[i]);
@@ -63,7 +64,8 @@ void check_gradients() {
 }
 
 void check_same_as_torch() {
-  const at::Tensor query = torch::randn({2, 3, 33, 16}), key = torch::randn({2, 3, 65, 16}), value = torch::randn({2, 3, 65, 16});
+  const at::Tensor query = torch::randn({2, 3, 33, 16}), key = torch::randn({2, 3, 65, 16}),
+                   value = torch::randn({2, 3, 65, 16});
   const at::Tensor out = flash::attention(query, key, value, {}, 0.0, /*is_causal=*/true);
   expect_below("attention against at::scaled_dot_product_attention",
                largest(out - at::scaled_dot_product_attention(query, key, value, {}, 0.0, true)), 2e-6);
@@ -72,9 +74,13 @@ void check_same_as_torch() {
   const auto [out_b, lse_b] = flash::attention_forward(query, key.narrow(2, 20, 45), value.narrow(2, 20, 45));
   const auto [merged, merged_lse] = flash::merge(out_a, lse_a, out_b, lse_b);
   expect_below("merge of two halves of the keys", largest(merged - whole) + largest(merged_lse - lse), 4e-6);
-  expect_below("dropout keeps the share it should", std::abs(flash::dropout_mask(at::rand({2}, torch::kDouble), {2, 2, 64, 64}, 0.25)
-                                                                 .to(torch::kDouble).mean().item<double>() - 0.75), 0.02);
-  std::printf("%s", flash::explain(query, key, value).c_str());
+  expect_below(
+      "dropout keeps the share it should",
+      std::abs(
+          flash::dropout_mask(at::rand({2}, torch::kDouble), {2, 2, 64, 64}, 0.25).to(torch::kDouble).mean().item<double>() -
+          0.75),
+      0.02);
+  std::printf("%s\n", flash::explain(query, key, value).c_str());
 }
 
 void check_training() {
