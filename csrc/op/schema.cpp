@@ -59,6 +59,6 @@ TORCH_LIBRARY(flash, m) {
   // Which kernel a call of attention_forward (and its backward) runs and why, as text. Runs nothing.
   m.def(
       "explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-      "*, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=False, float softcap=0.0, float dropout_p=0.0, "
-      "bool? deterministic=None) -> str");
+      "*, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=False, float softcap=0.0, "
+      "float dropout_p=0.0, bool? deterministic=None) -> str");
 }
