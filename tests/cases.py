@@ -246,6 +246,7 @@ PACKED = [
     Packed("decode", (0, 1, 0, 1), (0, 3, 0, 5), heads=9, kv_heads=3, head_dim=64, right=0),
     Packed("wide-head", (0, 0, 40, 28, 0), (17, 58, 28, 97, 1), heads=4, kv_heads=1, head_dim=256),
     Packed("tail", (20, 30), (33, 7), tail=17, right=0),
+    Packed("tail-sinks", (20, 30), (33, 7), tail=17, sinks=True, dropout_p=0.1),
     Packed("all-empty", (0, 0), (0, 0), tail=5),
     Packed("value-dim", (9, 65), (65, 9), head_dim=24, value_dim=40),
     Packed("features", (30, 90, 1), (60, 40, 77), left=50, right=2, softcap=4.0, alibi="BH", sinks=True, dropout_p=0.2),

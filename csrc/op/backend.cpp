@@ -171,10 +171,10 @@ Tensor empty_lse(const Inputs& in) {
   return in.packed != nullptr ? at::empty({q[1], q[0]}, options) : at::empty({q[0], q[1], q[2]}, options);
 }
 
-// d sinks = - sum over rows of exp(sink - lse) * delta. Rows that see nothing, sink included, have no weight.
+// d sinks = - sum over rows of exp(sink - lse) * delta. Rows of lse -inf give nothing: they see nothing, sink included, or lie
+// outside every packed sequence, where delta is not even written.
 Tensor sinks_gradient(const Call& call, at::ScalarType type) {
-  const Tensor weight = at::exp(call.sinks.unsqueeze(-1) - call.lse).masked_fill_(call.lse.isneginf(), 0.0);
-  const Tensor product = weight.mul_(call.delta).neg_();
+  const Tensor product = at::exp(call.sinks.unsqueeze(-1) - call.lse).mul_(call.delta).neg_().masked_fill_(call.lse.isneginf(), 0.0);
   return (product.dim() == 3 ? product.sum(at::IntArrayRef{0, 2}) : product.sum(1)).to(type);
 }
 
