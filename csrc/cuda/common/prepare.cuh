@@ -46,6 +46,9 @@ __device__ __forceinline__ Sum<T> row_product(const T* gOut, const T* gGradient,
   return sum;
 }
 
+// Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.
+__device__ __forceinline__ float bounded(float lse2) { return fabsf(lse2) < 0x1p24f ? lse2 : fmaf(fabsf(lse2), 0x1p-22f, lse2); }
+
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArguments a) {
   const problem::Problem& p = a.problem;
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   if (lane == 0 && row - first < blocks * kBlockRows) {
     const int64_t place = block * kBlockRows + row - first;
     a.scratch.delta[place] = static_cast<float>(delta);
-    a.scratch.lse2[place] = static_cast<float>(problem::Softmax<Sum<T>>::lse2(lse));
+    a.scratch.lse2[place] = bounded(static_cast<float>(problem::Softmax<Sum<T>>::lse2(lse)));
   }
   if (a.scratch.dquery == nullptr) return;
   float4* gSum = reinterpret_cast<float4*>(a.scratch.dquery_block(block));

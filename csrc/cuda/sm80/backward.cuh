@@ -344,19 +344,28 @@ class KeyGradients {
     const common::Scratch& scratch = call_.scratch;
     const int first_row = row_tile * kRows + warp_ % Config::kDqRowWarps * Config::kDqRows;
     const int64_t block = scratch.first_block(call_.problem, owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
+    float* gFirst = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
+    // The common case without a test per group of columns.
+    const bool whole = first_row + Config::kDqRows <= owner_.sequence.rows && scratch.columns == kHeadDim / 8;
 #pragma unroll
     for (int first = 0; first < kBlocks; first += kPass) {
       float rSum[Config::kDqRows / 16][kPass * 2][4];
       multiply_query_gradient<kPass>(rSum, first);
+      const auto add = [&](int64_t columns, int rows) {
 #pragma unroll
-      for (int i = 0; i < Config::kDqRows / 16; ++i) {
-        if (first_row + i * 16 >= owner_.sequence.rows) break;  // the next block may be another sequence's
-        float* gBlock = scratch.dquery_block(block + i);
+        for (int i = 0; i < Config::kDqRows / 16; ++i)
 #pragma unroll
-        for (int j = 0; j < kPass * 2; ++j) {
-          const int column = (warp_ / Config::kDqRowWarps + (first + j / 2) * Config::kDqColumnWarps) * 2 + j % 2;
-          if (column < scratch.columns) add_private(gBlock + column * common::kBlockElements, rSum[i][j]);
-        }
+          for (int j = 0; j < kPass * 2; ++j) {
+            const int column = (first + j / 2) * Config::kDqColumnWarps * 2 + j % 2;  // from this warp's first
+            // The next block of rows may be another sequence's.
+            if (whole || (i * 16 < rows && (warp_ / Config::kDqRowWarps) * 2 + column < columns))
+              add_private(gFirst + (i * columns + column) * common::kBlockElements, rSum[i][j]);
+          }
+      };
+      if (whole) {
+        add(kHeadDim / 8, Config::kDqRows);
+      } else {
+        add(scratch.columns, static_cast<int>(owner_.sequence.rows) - first_row);
       }
     }
   }

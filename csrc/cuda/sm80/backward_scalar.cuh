@@ -243,7 +243,8 @@ class ScalarGradients {
     }
     const int64_t place = problem::lse_offset(p_, batch, head_, sequence_.row + row);
     const Real lse = static_cast<const Real*>(p_.lse)[place], delta = static_cast<const Real*>(call_.gradients.delta)[place];
-    const Real probability = lse == -Real(INFINITY) ? Real(0) : exp(x - lse);
+    const Real exponent = x - lse;  // above 0 by the rounding of a large lse only; NaN stays
+    const Real probability = lse == -Real(INFINITY) ? Real(0) : exponent > 0 ? Real(1) : exp(exponent);
     Real weight = probability, dp = gradient;
     if (p_.dropout_p > 0) {
       const bool kept = p_.dropout_p < 1 && dropout_.keeps(batch * p_.heads + head_, row, key);
