@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import flash_attn_ext
+
 from .cells import Cell
 
 Attention = Callable[..., Tensor]  # (query, key, value, mask, cell)
@@ -40,8 +42,6 @@ class Rival:
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cell: Cell) -> Tensor:
-    import flash_attn_ext
-
     return flash_attn_ext.attention(query, key, value, mask, causal=cell.causal, deterministic=cell.deterministic or None)
 
 
@@ -73,8 +73,10 @@ def _standard(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ce
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
+    from torch import _dynamo as dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
+    dynamo.config.recompile_limit = 1000  # every shape is compiled: past the limit it would quietly run uncompiled
     return torch.compile(flex_attention, dynamic=False)
 
 

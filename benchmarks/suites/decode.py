@@ -32,6 +32,7 @@ def _graphed(call: Call) -> Call:
     """The call as a graph: what is measured is the kernels, as an inference server runs them."""
     try:
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with call.context(), torch.cuda.stream(side):
             for _ in range(3):
                 call.function()

@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,19 +36,24 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 call.function()
             return (time.perf_counter() - begin) / args.calls
 
-    def training(rival: rivals.Rival, tensors: Any) -> Call:
+    def call(rival: rivals.Rival, training: bool) -> Call:
+        tensors = cell.tensors(args.device, requires_grad=training)
         gradient = torch.randn_like(tensors[0])
 
-        def once() -> None:
-            torch.autograd.grad(rival.attention(*tensors, cell), tensors[:3], gradient)
+        def forward() -> object:
+            return rival.attention(*tensors, cell)
 
-        return Call(once, rival.context)
+        def forward_and_backward() -> object:
+            return torch.autograd.grad(rival.attention(*tensors, cell), tensors[:3], gradient)
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with rival.context(), torch.set_grad_enabled(training):
+                yield
+
+        return Call(forward_and_backward if training else forward, context)
 
     for direction, seconds in runner.walk(["forward", "forward + backward"], args.budget):
-        tensors = cell.tensors(args.device, requires_grad=direction != "forward")
-        if direction == "forward":
-            calls = runner.forward_calls(chosen, tensors, cell)
-        else:
-            calls = {rival.name: training(rival, tensors) for rival in chosen}
+        calls = {rival.name: call(rival, direction != "forward") for rival in chosen}
         interleaved(calls, stopwatch, args.rounds, seconds)
         yield from runner.rows(cell, direction, calls, lambda seconds: {"microseconds": f"{seconds * 1e6:.2f}"})
