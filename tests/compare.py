@@ -80,6 +80,11 @@ def differentiate(
     return result
 
 
+def refused_on(device: str, case: Case) -> bool:
+    """The CUDA kernels take head dims up to 512 and say so."""
+    return device != "cpu" and max(case.head_dim, case.value_dim or 0) > 512
+
+
 def flash_call(case: Case, inputs: Inputs, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.ops.flash.attention_forward(
         leaves["query"],

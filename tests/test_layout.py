@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -15,9 +16,19 @@ BATCH, HEADS, ROWS, HEAD_DIM = 2, 3, 37, 24
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@contextlib.contextmanager
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def run(query, key, value, grad=None, **options) -> dict[str, torch.Tensor]:
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    with poisoned(str(query.device)):
+    with poisoned(str(query.device)), deterministic():
         out = attention(*leaves, **options)
         grad = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype) if grad is None else grad
         gradients = torch.autograd.grad(out, leaves, grad)
@@ -27,6 +38,17 @@ def run(query, key, value, grad=None, **options) -> dict[str, torch.Tensor]:
 def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
     for name, tensor in ours.items():
         assert torch.equal(tensor, expected[name]), f"{what} {name}: {(tensor != expected[name]).sum().item()} values differ"
+
+
+def assert_same_or_rounding(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    """Alignment may choose another CUDA kernel, which rounds in another order; on the CPU nothing may change."""
+    if ours["out"].device.type == "cpu":
+        return assert_same(ours, expected, what)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, expected[name], msg=lambda text, name=name: f"{what} {name}: {text}")
+
+
+UNALIGNED = ("odd-row-stride", "odd-address")
 
 
 def operands(device: str, dtype: torch.dtype = torch.float32, rows: int = ROWS, keys: int = ROWS, head_dim: int = HEAD_DIM):
@@ -67,7 +89,8 @@ def test_result_is_independent_of_strides(place: int, dtype: torch.dtype, device
     expected = run(*tensors, is_causal=True)
     for name, view in views(tensors[place]).items():
         changed = [view if index == place else tensor for index, tensor in enumerate(tensors)]
-        assert_same(run(*changed, is_causal=True), expected, name)
+        same = assert_same_or_rounding if name in UNALIGNED else assert_same
+        same(run(*changed, is_causal=True), expected, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -76,7 +99,8 @@ def test_all_operands_in_other_orders(dtype: torch.dtype, device: str):
     grad = torch.randn(BATCH, HEADS, ROWS, HEAD_DIM, device=device).to(dtype)
     expected = run(*tensors, grad)
     for name in views(tensors[0]):
-        assert_same(run(*(views(x)[name] for x in tensors), views(grad)[name]), expected, name)
+        same = assert_same_or_rounding if name in UNALIGNED else assert_same
+        same(run(*(views(x)[name] for x in tensors), views(grad)[name]), expected, name)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 9, 8), (1, 3, 9, 8), (1, 1, 9, 8), (2, 3, 1, 8), (1, 1, 1, 8), (2, 3, 9, 1)], ids=str)
@@ -107,7 +131,7 @@ def test_misaligned_slices(rows: int, head_dim: int, dtype: torch.dtype, device:
             buffer = tensor.new_full((*tensor.shape[:3], head_dim + 4), math.nan)
             buffer[..., offset : offset + head_dim] = tensor
             sliced.append(buffer[..., offset : offset + head_dim])
-        assert_same(run(*sliced, is_causal=True), expected, f"offset {offset}")
+        assert_same_or_rounding(run(*sliced, is_causal=True), expected, f"offset {offset}")
 
 
 def test_multi_query_split_of_packed_projection(device: str):

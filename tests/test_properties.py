@@ -79,6 +79,10 @@ def test_any_call(data, device: str):
     check(case, inputs, gradients=True, grad_lse=data.draw(st.booleans()))
 
 
+def exactly(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 @given(data=st.data())
 def test_strides_do_not_matter(data, device: str):
     """Any views of the operands, the mask and grad_out give the bits that contiguous ones give."""
@@ -91,7 +95,10 @@ def test_strides_do_not_matter(data, device: str):
         if tensor is not None:
             setattr(moved, name, strided(data.draw, tensor))
     ours = run_flash(case, moved, gradients=False)
-    assert torch.equal(ours["out"], expected["out"]) and torch.equal(ours["lse"], expected["lse"])
+    # Alignment may choose another CUDA kernel, which rounds in another order; on the CPU nothing may change.
+    same = torch.testing.assert_close if device != "cpu" else exactly
+    same(ours["out"], expected["out"])
+    same(ours["lse"], expected["lse"])
     grad_out = strided(data.draw, inputs.grad_out)
     results = [
         torch.ops.flash.attention_backward(
@@ -101,8 +108,8 @@ def test_strides_do_not_matter(data, device: str):
         )
         for grad, source in ((inputs.grad_out, inputs), (grad_out, moved))
     ]  # fmt: skip
-    for name, ours, theirs in zip(("dquery", "dkey", "dvalue"), results[1], results[0], strict=False):
-        assert torch.equal(ours, theirs), name
+    for ours, theirs in zip(results[1][:3], results[0][:3], strict=True):
+        same(ours, theirs)
 
 
 @given(data=st.data())
