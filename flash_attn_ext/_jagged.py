@@ -14,7 +14,7 @@ def _packed(tensor: Tensor, name: str) -> Tensor:
     if tensor.dim() != 4 or tensor._ragged_idx != 2:  # type: ignore[attr-defined]
         raise RuntimeError(f"{name} must be [B, H, ragged, D] when it is nested: transpose(1, 2) of [B, ragged, H, D].")
     packed = tensor.transpose(1, 2)
-    if packed.lengths() is not None:
+    if packed.lengths() is not None:  # type: ignore[attr-defined]
         raise RuntimeError(f"{name} is nested with gaps between its sequences: make it contiguous.")
     return packed
 
@@ -37,7 +37,7 @@ def attention(
         raise RuntimeError("return_lse is not supported for nested tensors: call attention_varlen on their values and offsets.")
     query, key, value = _packed(query, "query"), _packed(key, "key"), _packed(value, "value")
     options["causal"] = "top_left" if options["causal"] is True else options["causal"]
-    offsets_q, offsets_k = query.offsets(), key.offsets()
+    offsets_q, offsets_k = query.offsets(), key.offsets()  # type: ignore[attr-defined]
     longest_q, longest_k = query._get_max_seqlen(), key._get_max_seqlen()  # type: ignore[attr-defined]
     out = varlen(
         query.values(), key.values(), value.values(), offsets_q.to(torch.int32), offsets_k.to(torch.int32), longest_q, longest_k, **options
