@@ -174,7 +174,8 @@ Tensor empty_lse(const Inputs& in) {
 // d sinks = - sum over rows of exp(sink - lse) * delta. Rows of lse -inf give nothing: they see nothing, sink included, or lie
 // outside every packed sequence, where delta is not even written.
 Tensor sinks_gradient(const Call& call, at::ScalarType type) {
-  const Tensor product = at::exp(call.sinks.unsqueeze(-1) - call.lse).mul_(call.delta).neg_().masked_fill_(call.lse.isneginf(), 0.0);
+  const Tensor weight = at::exp(call.sinks.unsqueeze(-1) - call.lse);
+  const Tensor product = weight.mul_(call.delta).neg_().masked_fill_(call.lse.isneginf(), 0.0);
   return (product.dim() == 3 ? product.sum(at::IntArrayRef{0, 2}) : product.sum(1)).to(type);
 }
 
