@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/sm90/counters.h"
 #include "cuda/sm90/forward_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "problem/softmax.h"
@@ -60,8 +61,7 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
   arguments.section =
       uneven ? static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 1, arguments.planes)) : 0;
-  arguments.counter = static_cast<unsigned*>(workspace);
-  if (const cudaError_t error = cudaMemsetAsync(workspace, 0, kForwardWorkspace, stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)
                                              : launch_forward<__nv_bfloat16>(plan.variant, capped, arguments, blocks, stream);

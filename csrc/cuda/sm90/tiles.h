@@ -72,6 +72,6 @@ inline int64_t forward_tiles(const problem::Problem& p, int variant) {
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
-inline constexpr int64_t kForwardWorkspace = 16;  // the counters of ForwardArguments, zeroed by the launch
+inline constexpr int64_t kForwardWorkspace = 16;  // the counters of ForwardArguments, where the stream has none
 
 }  // namespace flash::sm90
