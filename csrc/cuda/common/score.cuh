@@ -253,9 +253,10 @@ __device__ __forceinline__ void read_mask(float (&v)[kI][kJ][4], const void* dat
   }
 }
 
-// Finite masks such as -FLT_MAX are cut here, and the score beside them is dropped, as it is in an fp32 sum: in log2 units they would
-// overflow to -inf, and beyond 2^26 the rounding of score minus maximum is no longer small against 1.
-inline constexpr float kMaskFloor = -3e7f;
+// Finite masks below this, such as -FLT_MAX, count as this much and the score beside them is dropped, as it is in an fp32 sum: in log2
+// units they would overflow to -inf. Beside a key that is not masked nothing changes. Where all keys of a row are masked so, lse keeps
+// the digits that backward and the sum of split keys need.
+inline constexpr float kMaskFloor = -1e5f;
 
 // -inf hides a key whatever its score, NaN too; a NaN in the mask stays. unit: score units per natural unit.
 template <class Real>

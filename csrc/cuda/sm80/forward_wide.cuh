@@ -156,8 +156,7 @@ struct ForwardWide {
 
   // Adds the sums of the group's warps up. Called by the whole block.
   __device__ __forceinline__ bool close() {
-    rows.close(common::kSumLimit<T>);
-    bool bad = false;
+    bool bad = rows.close(common::kSumLimit<T>);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
