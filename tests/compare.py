@@ -172,6 +172,17 @@ def assert_within(
     assert error <= allowed, f"{name}: error {error:.3e} > allowed {allowed:.3e} (plain attention: {plain_error:.3e})"
 
 
+def assert_same(ours: Tensor, expected: Tensor, what: object = "") -> None:
+    """The same call in other clothes: bit by bit on the CPU, within a few roundings on a GPU, where alignment chooses kernels."""
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype, what
+    if ours.device.type == "cpu":
+        assert torch.equal(ours, expected), f"{what}: {int((ours != expected).sum())} of {ours.numel()} values differ"
+        return
+    few = (16 if ours.dtype.itemsize >= 4 else 4) * torch.finfo(ours.dtype).eps
+    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
+    torch.testing.assert_close(ours, expected, rtol=few, atol=few * largest, msg=lambda text: f"{what}: {text}")
+
+
 def compare(
     ours: dict[str, Tensor], truth: dict[str, Tensor], plain: dict[str, Tensor], single: Tensor, dtype: torch.dtype
 ) -> None:

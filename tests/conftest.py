@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if not any((ROOT / "flash_attn_ext").glob("*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks for it, before cuBLAS starts
+
 import flash_attn_ext  # noqa: E402, F401  (registers torch.ops.flash)
 
 
@@ -69,6 +71,14 @@ def cuda() -> str:
     if not has_cuda():
         pytest.skip("needs a GPU and a library built for it")
     return "cuda"
+
+
+@pytest.fixture
+def deterministic():
+    """Bitwise reproducible gradients on every device, for tests that compare two runs of one call."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

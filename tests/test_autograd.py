@@ -16,6 +16,7 @@ import flash_attn_ext
 import reference
 from cases import Case, make_inputs
 
+pytestmark = pytest.mark.usefixtures("deterministic")  # gradcheck asks for reproducible gradients, on a GPU too
 forward = torch.ops.flash.attention_forward
 attention = torch.ops.flash.attention
 

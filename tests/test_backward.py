@@ -7,7 +7,19 @@ import torch
 
 import reference
 from cases import DENSE, Case, make_inputs
-from compare import DTYPES, GRADIENTS, check, compare, dtype_name, poisoned, refused_on, run_flash, run_reference, tensors_of
+from compare import (
+    DTYPES,
+    GRADIENTS,
+    assert_same,
+    check,
+    compare,
+    dtype_name,
+    poisoned,
+    refused_on,
+    run_flash,
+    run_reference,
+    tensors_of,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -106,7 +118,7 @@ def test_layout_of_grad_out_does_not_matter(device: str):
         inputs.grad_out = grad
         result = run_flash(case, inputs, gradients=True)
         for name in ("dquery", "dkey", "dvalue"):
-            assert torch.equal(result[name], expected[name]), f"{layout}: {name}"
+            assert_same(result[name], expected[name], f"{layout}: {name}")
 
 
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda out: out[..., :1].sum()], ids=["sum", "mean", "slice"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from compare import poisoned
+from compare import assert_same, poisoned
 
 BATCH, HEADS, ROWS, KEYS, HEAD_DIM = 3, 4, 21, 37, 16
 SHAPES = [
@@ -125,7 +125,7 @@ def test_strides_of_the_mask_do_not_matter(kind: str, device: str):
     expected = run(mask)
     for name, view in mask_layouts(mask).items():
         for ours, theirs in zip(run(view), expected, strict=True):
-            assert torch.equal(ours, theirs), name
+            assert_same(ours, theirs, name)
 
 
 def test_expanded_mask(device: str):
@@ -146,7 +146,7 @@ def test_bool_and_infinite_float_masks_agree(device: str):
     keep[0, 0, 3] = False
     added = torch.zeros_like(keep, dtype=torch.float32).masked_fill(~keep, -math.inf)
     selected, summed = torch.ops.flash.attention(*leaves, keep), torch.ops.flash.attention(*leaves, added)
-    assert torch.equal(selected, summed)
+    assert_same(selected, summed)
     assert not selected[0, :, 3].any()
 
 

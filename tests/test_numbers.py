@@ -9,7 +9,7 @@ import torch
 
 import reference
 from cases import Case, make_inputs
-from compare import DTYPES, FORWARD, GRADIENT, assert_within, check, compare, differentiate, dtype_name, poisoned
+from compare import DTYPES, FORWARD, GRADIENT, assert_same, assert_within, check, compare, differentiate, dtype_name, poisoned
 
 forward = torch.ops.flash.attention_forward
 
@@ -189,7 +189,7 @@ def test_masked_keys_have_no_effect(kind: str, poison: float, device: str):
     expected, expected_lse = forward(query, key, value, mask, **options)
     key[:, :, places] = poison
     out, lse = forward(query, key, value, mask, **options)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert_same(out, expected), assert_same(lse, expected_lse)
 
 
 def test_skipped_blocks_and_memory_past_the_end_are_not_used(device: str):
@@ -204,14 +204,14 @@ def test_skipped_blocks_and_memory_past_the_end_are_not_used(device: str):
             bigger[1:2, 1:3, 35 : 35 + tensor.size(2)] = tensor
             setattr(inputs, name, bigger[1:2, 1:3, 35 : 35 + tensor.size(2)])
         for name, tensor in check(case, inputs, gradients=True).items():
-            assert torch.equal(tensor, clean[name]), name
+            assert_same(tensor, clean[name], name)
     query, key, value = (random(1, 1, 512, 32, device=device) for _ in range(3))
     query = query[:, :, :100]
     clean = gradients_of(device, query, key[:, :, :100], value[:, :, :100], window_right=0)
     key[:, :, 256:], value[:, :, 256:] = math.nan, math.nan
     torch.manual_seed(1)
     result = gradients_of(device, query, key, value, window_right=0)
-    assert torch.equal(result["out"], clean["out"])
+    assert_same(result["out"], clean["out"])
     assert result["dquery"].isfinite().all()
     assert not result["dkey"][:, :, 256:].any() and not result["dvalue"][:, :, 256:].any()
 

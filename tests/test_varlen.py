@@ -11,7 +11,7 @@ import torch
 import flash_attn_ext
 import reference
 from cases import PACKED, Packed
-from compare import DTYPES, accumulate_type, compare, differentiate, dtype_name, poisoned
+from compare import DTYPES, accumulate_type, assert_same, compare, differentiate, dtype_name, poisoned
 
 varlen = torch.ops.flash.attention_varlen_forward
 
@@ -108,7 +108,8 @@ def test_equals_dense_calls_bit_by_bit(device: str):
         row, first = slice(*cu_q[index : index + 2].tolist()), slice(*cu_k[index : index + 2].tolist())
         dense = [x.transpose(0, 1)[None] for x in (query[row], key[first], value[first])]
         expected, expected_lse = torch.ops.flash.attention_forward(*dense, window_right=0, bottom_right=True)
-        assert torch.equal(out[row], expected[0].transpose(0, 1)) and torch.equal(lse[:, row], expected_lse[0])
+        assert_same(out[row], expected[0].transpose(0, 1))
+        assert_same(lse[:, row], expected_lse[0])
 
 
 def test_strides(device: str):
@@ -126,7 +127,8 @@ def test_strides(device: str):
         out, _ = varlen(*leaves, cu, cu, 60, 60)
         result = (out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)))
         expected = expected or result
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
+        for ours, theirs in zip(result, expected, strict=True):
+            assert_same(ours, theirs)
 
 
 def test_upper_bound_of_the_lengths(device: str):
@@ -134,7 +136,7 @@ def test_upper_bound_of_the_lengths(device: str):
     query = torch.randn(30, 2, 16, device=device)
     cu = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)
     exact, loose = varlen(query, query, query, cu, cu, 20, 20), varlen(query, query, query, cu, cu, 1000, 777)
-    assert torch.equal(exact[0], loose[0]) and torch.equal(exact[1], loose[1])
+    assert_same(exact[0], loose[0]), assert_same(exact[1], loose[1])
 
 
 @pytest.mark.parametrize("causal", [False, True, "top_left", "bottom_right"])
