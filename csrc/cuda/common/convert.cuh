@@ -1,14 +1,33 @@
-// common/convert.cuh: the fp32 sums of dQ, out of their private order (common/scratch.h), to dq = scale * sum in the element type.
+// common/convert.cuh: the fp32 sums of dQ in their private order (common/scratch.h): adding to them, and dq = scale * sum in the element
+// type.
 #pragma once
 #include "cuda/common/element.cuh"
 #include "cuda/common/locate.cuh"
 #include "cuda/common/scratch.h"
+#include "cuda/ptx/memory.cuh"
 #include "cuda/tile/layout.cuh"
 
 namespace flash::common {
 
 inline constexpr int kConvertWarps = 8;
 inline constexpr int kConvertRows = 64;  // of a CUDA block
+
+// Whether four floats are added at once. Both kernels of a call are code of the same architecture.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kVectors = true;
+#else
+inline constexpr bool kVectors = false;
+#endif
+
+// Adds a lane's accumulator to the sums of 16 rows x 8 columns.
+__device__ __forceinline__ void add_private(float* gGroup, int lane, const float (&r)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  ptx::reduce_add_4(gGroup + private_element(lane, 0, true), r[0], r[1], r[2], r[3]);
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e) ptx::reduce_add(gGroup + private_element(lane, e, false), r[e]);
+#endif
+}
 
 struct ConvertArguments {
   problem::Problem problem;
@@ -26,11 +45,6 @@ struct alignas(2 * sizeof(T)) Two {
 // A warp takes 16 rows x 8 columns at a time.
 template <class T>
 __global__ void __launch_bounds__(kConvertWarps * 32) convert_kernel(const __grid_constant__ ConvertArguments a) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr bool kVectors = true;
-#else
-  constexpr bool kVectors = false;
-#endif
   const problem::Problem& p = a.problem;
   const int64_t plane = blockIdx.x / a.pieces, slot = blockIdx.x - plane * a.pieces;
   int64_t batch = plane / p.heads;

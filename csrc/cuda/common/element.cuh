@@ -11,10 +11,9 @@ namespace flash::common {
 
 // The C++ type of a DType.
 template <problem::DType kType>
-using Element = std::conditional_t<
-    kType == problem::DType::kFloat16, __half,
-    std::conditional_t<kType == problem::DType::kBFloat16, __nv_bfloat16,
-                       std::conditional_t<kType == problem::DType::kFloat64, double, float>>>;
+using Element = std::conditional_t<kType == problem::DType::kFloat16, __half,
+                                   std::conditional_t<kType == problem::DType::kBFloat16, __nv_bfloat16,
+                                                      std::conditional_t<kType == problem::DType::kFloat64, double, float>>>;
 
 // What sums of an element type are kept in: double for double, else float.
 template <class T>

@@ -34,7 +34,8 @@ __device__ __forceinline__ int64_t find_sequence(const int32_t* cu_seqlens, int6
 }
 
 // Piece `slot` of a plane: fills batch (dense: from the plane; packed: by search) and returns the piece's index in its sequence.
-__device__ __forceinline__ int64_t find_piece(const int32_t* cu_seqlens, int64_t count, int64_t unit, int64_t slot, int64_t* batch) {
+__device__ __forceinline__ int64_t find_piece(const int32_t* cu_seqlens, int64_t count, int64_t unit, int64_t slot,
+                                              int64_t* batch) {
   if (cu_seqlens == nullptr) return slot;
   *batch = find_sequence(cu_seqlens, count, unit, slot);
   return slot - (cu_seqlens[*batch] / unit + *batch);

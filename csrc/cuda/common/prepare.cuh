@@ -13,8 +13,8 @@
 namespace flash::common {
 
 inline constexpr int kPrepareThreads = 256;
-inline constexpr int kPrepareLanes = 8;                                  // of a warp share a row
-inline constexpr int kPrepareRows = kPrepareThreads / kPrepareLanes;     // of a block
+inline constexpr int kPrepareLanes = 8;                               // of a warp share a row
+inline constexpr int kPrepareRows = kPrepareThreads / kPrepareLanes;  // of a block
 static_assert(kPrepareRows % kBlockRows == 0);
 
 struct PrepareArguments {
@@ -47,7 +47,9 @@ __device__ __forceinline__ Sum<T> row_product(const T* gOut, const T* gGradient,
 }
 
 // Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.
-__device__ __forceinline__ float bounded(float lse2) { return fabsf(lse2) < 0x1p24f ? lse2 : fmaf(fabsf(lse2), 0x1p-22f, lse2); }
+__device__ __forceinline__ float bounded(float lse2) {
+  return fabsf(lse2) < 0x1p24f ? lse2 : fmaf(fabsf(lse2), 0x1p-22f, lse2);
+}
 
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArguments a) {

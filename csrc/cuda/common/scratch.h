@@ -15,8 +15,8 @@ inline constexpr int kBlockRows = 16;
 inline constexpr int kBlockElements = 128;  // 16 rows x 8 columns
 
 struct Scratch {
-  int64_t run = 0;        // blocks between two heads: of one sequence, or of all packed ones
-  int64_t columns = 0;    // groups of 8 columns of dquery
+  int64_t run = 0;      // blocks between two heads: of one sequence, or of all packed ones
+  int64_t columns = 0;  // groups of 8 columns of dquery
   float* lse2 = nullptr;
   float* delta = nullptr;
   float* dquery = nullptr;  // null: dQ is not summed up here

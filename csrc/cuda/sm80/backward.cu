@@ -3,10 +3,9 @@
 //   fp32, tensor cores:    prepare -> keys (dK, dV, dQ)
 //   deterministic, scalar: prepare -> keys (dK, dV) -> rows (dQ)
 // A deterministic gradient of the mask is a kernel of its own; else the keys kernel adds it up.
-#include "cuda/sm80/backward.h"
-
 #include "cuda/common/convert.cuh"
 #include "cuda/common/prepare.cuh"
+#include "cuda/sm80/backward.h"
 #include "cuda/sm80/backward_launch.h"
 #include "cuda/tiles.h"
 
@@ -49,48 +48,74 @@ cudaError_t convert(const BackwardCall& call, cudaStream_t stream) {
 template <class T>
 cudaError_t keys(int variant, const BackwardCall& call, cudaStream_t stream) {
   switch (variant) {
-    case 0: return launch_keys<T, 0>(call, stream);
-    case 1: return launch_keys<T, 1>(call, stream);
-    case 2: return launch_keys<T, 2>(call, stream);
-    case 3: return launch_keys<T, 3>(call, stream);
-    case 4: return launch_keys<T, 4>(call, stream);
-    case 5: return launch_keys<T, 5>(call, stream);
-    case 6: return launch_keys<T, 6>(call, stream);
-    case 7: return launch_keys<T, 7>(call, stream);
-    case 8: return launch_keys<T, 8>(call, stream);
-    case 9: return launch_keys<T, 9>(call, stream);
-    default: return cudaErrorInvalidValue;
+    case 0:
+      return launch_keys<T, 0>(call, stream);
+    case 1:
+      return launch_keys<T, 1>(call, stream);
+    case 2:
+      return launch_keys<T, 2>(call, stream);
+    case 3:
+      return launch_keys<T, 3>(call, stream);
+    case 4:
+      return launch_keys<T, 4>(call, stream);
+    case 5:
+      return launch_keys<T, 5>(call, stream);
+    case 6:
+      return launch_keys<T, 6>(call, stream);
+    case 7:
+      return launch_keys<T, 7>(call, stream);
+    case 8:
+      return launch_keys<T, 8>(call, stream);
+    case 9:
+      return launch_keys<T, 9>(call, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
 template <class T>
 cudaError_t rows(int variant, const BackwardCall& call, cudaStream_t stream) {
   switch (variant) {
-    case 0: return launch_rows<T, 0>(call, stream);
-    case 1: return launch_rows<T, 1>(call, stream);
-    case 2: return launch_rows<T, 2>(call, stream);
-    case 3: return launch_rows<T, 3>(call, stream);
-    case 4: return launch_rows<T, 4>(call, stream);
-    case 5: return launch_rows<T, 5>(call, stream);
-    case 6: return launch_rows<T, 6>(call, stream);
-    case 7: return launch_rows<T, 7>(call, stream);
-    default: return cudaErrorInvalidValue;
+    case 0:
+      return launch_rows<T, 0>(call, stream);
+    case 1:
+      return launch_rows<T, 1>(call, stream);
+    case 2:
+      return launch_rows<T, 2>(call, stream);
+    case 3:
+      return launch_rows<T, 3>(call, stream);
+    case 4:
+      return launch_rows<T, 4>(call, stream);
+    case 5:
+      return launch_rows<T, 5>(call, stream);
+    case 6:
+      return launch_rows<T, 6>(call, stream);
+    case 7:
+      return launch_rows<T, 7>(call, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t keys_tf32(int variant, const BackwardCall& call, cudaStream_t stream) {
   switch (variant) {
-    case 10: return launch_tf32_keys<10>(call, stream);
-    case 11: return launch_tf32_keys<11>(call, stream);
-    default: return cudaErrorInvalidValue;
+    case 10:
+      return launch_tf32_keys<10>(call, stream);
+    case 11:
+      return launch_tf32_keys<11>(call, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
 cudaError_t rows_tf32(int variant, const BackwardCall& call, cudaStream_t stream) {
   switch (variant) {
-    case 8: return launch_tf32_rows<8>(call, stream);
-    case 9: return launch_tf32_rows<9>(call, stream);
-    default: return cudaErrorInvalidValue;
+    case 8:
+      return launch_tf32_rows<8>(call, stream);
+    case 9:
+      return launch_tf32_rows<9>(call, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
@@ -132,7 +157,8 @@ cudaError_t run(BackwardCall call, int variant, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace, cudaStream_t stream) {
+cudaError_t backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace,
+                     cudaStream_t stream) {
   BackwardCall call{};
   call.problem = problem;
   call.gradients = gradients;
@@ -144,11 +170,16 @@ cudaError_t backward(const Problem& problem, const Gradients& gradients, const P
     call.scratch = common::scratch(problem, cuda::scratch_dquery(gradients, plan.variant), workspace);
   }
   switch (problem.dtype) {
-    case DType::kFloat16: return run<__half>(call, plan.variant, stream);
-    case DType::kBFloat16: return run<__nv_bfloat16>(call, plan.variant, stream);
-    case DType::kFloat32: return run<float>(call, plan.variant, stream);
-    case DType::kFloat64: return run<double>(call, plan.variant, stream);
-    default: return cudaErrorInvalidValue;
+    case DType::kFloat16:
+      return run<__half>(call, plan.variant, stream);
+    case DType::kBFloat16:
+      return run<__nv_bfloat16>(call, plan.variant, stream);
+    case DType::kFloat32:
+      return run<float>(call, plan.variant, stream);
+    case DType::kFloat64:
+      return run<double>(call, plan.variant, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

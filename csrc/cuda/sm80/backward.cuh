@@ -7,47 +7,15 @@
 // Warps: kKeyWarps along the keys, 32 keys each, times kSharing along the queries of a tile. With kSharing = 1 P^T and dS^T stay in
 // registers and only dS^T crosses through shared memory, for dQ. Else both do, and dK, dV are divided by columns.
 #pragma once
+#include "cuda/common/convert.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/sm80/backward_block.cuh"
+#include "cuda/sm80/backward_config.cuh"
 #include "cuda/sm80/backward_score.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/store.cuh"
-#include "cuda/tiles.h"
 
 namespace flash::sm80 {
-
-using cuda::BackwardTile;
-
-template <class T_, BackwardTile kTile>
-struct KeysConfig {
-  using T = T_;
-  static constexpr bool kPlain = kTile.plain;
-  static constexpr int kResident = kTile.resident;
-  static constexpr int kHeadDim = kTile.bucket, kKeys = kTile.keys, kRows = kTile.rows, kStages = kTile.stages;
-  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kSharing = kTile.sharing, kKeyWarps = kWarps / kSharing;
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;     // lines of S^T, dP^T, dK, dV
-  static constexpr int kChunk = kTile.chunk;  // queries that a warp multiplies at a time
-  static constexpr int kChunks = kRows / (kChunk * kSharing);
-  static constexpr int kColumns = kHeadDim / kSharing;    // of dK and dV
-  // dQ [kRows, kHeadDim]: 32 rows per warp where the columns divide into blocks of 16 among the warps that are left.
-  static constexpr int kDqRows = kHeadDim / 16 % (kWarps / (kRows / 32)) == 0 ? 32 : 16;
-  static constexpr int kDqRowWarps = kRows / kDqRows, kDqColumnWarps = kWarps / kDqRowWarps;
-  static constexpr int kDqColumns = kHeadDim / kDqColumnWarps;
-
-  using Operand = tile::Swizzled<kHeadDim>;  // K, V [kKeys, kHeadDim]; Q, dO [kRows, kHeadDim]
-  using Weights = tile::Swizzled<kRows>;     // P^T, dS^T [kKeys, kRows]
-  using KeyLoader = tile::Loader<Operand, kKeys, kThreads>;
-  using RowLoader = tile::Loader<Operand, kRows, kThreads>;
-
-  static constexpr int kKeyBytes = Operand::bytes(kKeys), kRowBytes = Operand::bytes(kRows), kWeightBytes = Weights::bytes(kKeys);
-  static constexpr int kStatisticsBytes = 2 * kRows * 4;  // lse2, delta
-  // Shared memory: K, V, Q[stages], dO[stages], dS^T, P^T if it crosses, statistics[stages].
-  static constexpr int kValueAt = kKeyBytes, kQueryAt = 2 * kKeyBytes, kGradientAt = kQueryAt + kStages * kRowBytes;
-  static constexpr int kScoreAt = kGradientAt + kStages * kRowBytes, kWeightAt = kScoreAt + kWeightBytes;
-  static constexpr int kStatisticsAt = kWeightAt + (kSharing > 1 ? kWeightBytes : 0);
-  static constexpr int kSharedBytes = kStatisticsAt + kStages * kStatisticsBytes;
-  static_assert(kSharedBytes == cuda::backward_shared_bytes(kTile));
-};
 
 template <class Config>
 class KeyGradients {
@@ -57,8 +25,8 @@ class KeyGradients {
   static constexpr bool kPlain = Config::kPlain;
   static constexpr int kHeadDim = Config::kHeadDim, kKeys = Config::kKeys, kRows = Config::kRows, kChunk = Config::kChunk;
   static constexpr int kSharing = Config::kSharing, kStages = Config::kStages, kI = Config::kWarpKeys / 16;
-  static constexpr int kSteps = kHeadDim / 16;                  // k steps of S^T and dP^T
-  static constexpr int kColumnBlocks = Config::kColumns / 16;   // of dK and dV; a warp's blocks lie kSharing apart
+  static constexpr int kSteps = kHeadDim / 16;                 // k steps of S^T and dP^T
+  static constexpr int kColumnBlocks = Config::kColumns / 16;  // of dK and dV; a warp's blocks lie kSharing apart
   using Scores = float[kI][kChunk / 8][4];
   using Packed = uint32_t[kI][kChunk / 16][4];
 
@@ -133,20 +101,11 @@ class KeyGradients {
 
   // K and V of the block, once.
   __device__ __forceinline__ void load_keys() const {
-    using Loader = typename Config::KeyLoader;
     const problem::Problem& p = call_.problem;
-    const auto load = [&](uint32_t to, const problem::Array& a, int64_t dim) {
-      const char* from = static_cast<const char*>(a.data) +
-                         problem::offset(a, owner_.batch, owner_.head, owner_.sequence.key + owner_.first) * 2;
-      const int row_bytes = static_cast<int>(dim) * 2;
-      if (kPlain || call_.load_bytes == 16) {
-        Loader::load(to, from, a.row * 2, owner_.count, row_bytes);
-      } else {
-        Loader::load_narrow(to, from, a.row * 2, owner_.count, row_bytes, call_.load_bytes);
-      }
-    };
-    load(shared_, p.key, p.head_dim);
-    load(shared_ + Config::kValueAt, p.value, p.value_dim);
+    const int64_t line = owner_.sequence.key + owner_.first;
+    load_own<typename Config::KeyLoader, Operand, kPlain>(call_, owner_, p.key, line, p.head_dim, shared_);
+    load_own<typename Config::KeyLoader, Operand, kPlain>(call_, owner_, p.value, line, p.value_dim,
+                                                          shared_ + Config::kValueAt);
   }
 
   // The walk over the rows of the next query head starts.
@@ -255,14 +214,16 @@ class KeyGradients {
     const bool border = !walk_.full(row_tile);
     const uint32_t sStatistics = statistics(stage) + at.column * 4;
     const auto statistic = [&](int, int j, int) {  // lse2 and delta of the lane's two queries
-      const float2 lse2 = ptx::load_shared_8(sStatistics + j * 32), delta = ptx::load_shared_8(sStatistics + (kRows + j * 8) * 4);
+      const float2 lse2 = ptx::load_shared_8(sStatistics + j * 32),
+                   delta = ptx::load_shared_8(sStatistics + (kRows + j * 8) * 4);
       return Statistics{{lse2.x, lse2.y}, {delta.x, delta.y}};
     };
     if constexpr (kPlain) {
       if (border) common::hide<true>(rScore, owner_.interval, owner_.sequence.rows, at);
       weigh_plain(rScore, rGradient, call_.modifiers.scale * common::kLog2e, statistic);
     } else {
-      const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout_, owner_.batch, query_head(head), border, lane_};
+      const ScoreContext context{call_,        owner_.sequence,  owner_.interval, dropout_,
+                                 owner_.batch, query_head(head), border,          lane_};
       weigh_general<true, T>(rScore, rGradient, context, at, statistic);
     }
     tile::pack<T>(rWeight, rGradient);
@@ -287,19 +248,13 @@ class KeyGradients {
   __device__ __forceinline__ void accumulate(const Packed& rWeight, const Packed& rScoreGradient, uint32_t offset) {
     const auto add = [&](float (&rSum)[kI][Config::kColumns / 8][4], const Packed& rLines, uint32_t sColumns) {
 #pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) {
-        uint32_t rLine[kI][4];
-#pragma unroll
-        for (int i = 0; i < kI; ++i)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) rLine[i][e] = rLines[i][k][e];
+      for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
         for (int j = 0; j < kColumnBlocks; ++j) {
           uint32_t rColumn[4];
           ptx::load_matrices_transposed(rColumn, Operand::columns(sColumns, j) + k * 16 * Operand::kRowBytes);
-          tile::multiply<T>(rSum, j, rLine, rColumn);
+          tile::multiply<T>(rSum, j, rLines, k, rColumn);
         }
-      }
     };
     add(rValueGradient_, rWeight, sTransposed_ + offset + kStages * Config::kRowBytes);
     add(rKeyGradient_, rScoreGradient, sTransposed_ + offset);
@@ -307,7 +262,8 @@ class KeyGradients {
 
   // The same with P^T and dS^T of the whole tile from shared memory, for this warp's columns.
   __device__ __forceinline__ void accumulate_shared(uint32_t offset) {
-    const uint32_t sScore = Weights::address(shared_ + Config::kScoreAt, key_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_));
+    const uint32_t sScore =
+        Weights::address(shared_ + Config::kScoreAt, key_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_));
     const uint32_t sQuery = sTransposed_ + offset, sGradient = sQuery + kStages * Config::kRowBytes;
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
@@ -339,11 +295,13 @@ class KeyGradients {
 
   // dQ [kRows, kHeadDim] = dS K of this tile, this warp's part, added to the sums in global memory.
   __device__ __forceinline__ void add_query_gradient(int row_tile, int head) const {
-    constexpr int kBlocks = Config::kDqColumns / 16, kPass = kBlocks > 4 ? 4 : kBlocks;  // column blocks; at a time, for registers
+    constexpr int kBlocks = Config::kDqColumns / 16,
+                  kPass = kBlocks > 4 ? 4 : kBlocks;  // column blocks; at a time, for registers
     static_assert(kBlocks % kPass == 0);
     const common::Scratch& scratch = call_.scratch;
     const int first_row = row_tile * kRows + warp_ % Config::kDqRowWarps * Config::kDqRows;
-    const int64_t block = scratch.first_block(call_.problem, owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
+    const int64_t block =
+        scratch.first_block(call_.problem, owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
     float* gFirst = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
     // The common case without a test per group of columns.
     const bool whole = first_row + Config::kDqRows <= owner_.sequence.rows && scratch.columns == kHeadDim / 8;
@@ -359,7 +317,7 @@ class KeyGradients {
             const int column = (first + j / 2) * Config::kDqColumnWarps * 2 + j % 2;  // from this warp's first
             // The next block of rows may be another sequence's.
             if (whole || (i * 16 < rows && (warp_ / Config::kDqRowWarps) * 2 + column < columns))
-              add_private(gFirst + (i * columns + column) * common::kBlockElements, rSum[i][j]);
+              common::add_private(gFirst + (i * columns + column) * common::kBlockElements, lane_, rSum[i][j]);
           }
       };
       if (whole) {
@@ -394,15 +352,6 @@ class KeyGradients {
     }
   }
 
-  __device__ __forceinline__ void add_private(float* gGroup, const float (&r)[4]) const {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    ptx::reduce_add_4(gGroup + common::private_element(lane_, 0, true), r[0], r[1], r[2], r[3]);
-#else
-#pragma unroll
-    for (int e = 0; e < 4; ++e) ptx::reduce_add(gGroup + common::private_element(lane_, e, false), r[e]);
-#endif
-  }
-
   // dK and dV through the buffers of K and V.
   __device__ __forceinline__ void store() const {
     const float scale = call_.modifiers.scale;
@@ -414,15 +363,16 @@ class KeyGradients {
         for (int half = 0; half < 2; ++half) {
           const int line = key_line_ + i * 16 + half * 8 + tile::lane_line(lane_);
           const int chunk = (query_warp_ + j / 2 * kSharing) * 2 + j % 2;
-          const float(&k)[4] = rKeyGradient_[i][j];
-          const float(&v)[4] = rValueGradient_[i][j];
+          const float (&k)[4] = rKeyGradient_[i][j];
+          const float (&v)[4] = rValueGradient_[i][j];
           tile::store_pair<T, Operand>(shared_, line, chunk, lane_, k[2 * half] * scale, k[2 * half + 1] * scale);
           tile::store_pair<T, Operand>(shared_ + Config::kValueAt, line, chunk, lane_, v[2 * half], v[2 * half + 1]);
         }
     __syncthreads();
     const auto write = [&](const problem::Array& a, uint32_t from, int64_t dim) {
       if (a.data == nullptr) return;
-      char* to = static_cast<char*>(a.data) + problem::offset(a, owner_.batch, owner_.head, owner_.sequence.key + owner_.first) * 2;
+      char* to =
+          static_cast<char*>(a.data) + problem::offset(a, owner_.batch, owner_.head, owner_.sequence.key + owner_.first) * 2;
       tile::store_rows<Operand, kKeys, Config::kThreads>(to, a.row * 2, from, 0, owner_.count, static_cast<int>(dim) * 2,
                                                          call_.store_bytes, threadIdx.x);
     };
@@ -446,7 +396,8 @@ class KeyGradients {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kResident) backward_keys_kernel(const __grid_constant__ BackwardCall call) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kResident)
+    backward_keys_kernel(const __grid_constant__ BackwardCall call) {
   KeyGradients<Config>::run(call);
 }
 

@@ -16,7 +16,7 @@ struct BackwardCall {
   common::Modifiers modifiers;
   common::Scratch scratch;
   bool sum_dquery;              // the keys kernel adds up dQ: in the scratch, or in dq itself where that is fp32
-  int load_bytes, store_bytes;  // alignment of rows: 16, 8, 4 or the size of an element
+  int load_bytes, store_bytes;  // alignment of rows read: 16, 8, or 4 in fp32; of rows written: any
   int pieces;                   // tiles per plane (common/locate.cuh)
   int planes;                   // kv heads of all sequences; of the dQ kernel: query heads
   int section;                  // planes whose walked rows fit the L2 cache together: these blocks run side by side
@@ -28,8 +28,8 @@ struct Owner {
   int64_t batch, head;  // head: of the kv heads if the block owns keys
   problem::Sequence sequence;
   problem::Interval interval;
-  int64_t first;        // first row or key, inside the sequence
-  int count;            // how many of the tile exist; <= 0: none
+  int64_t first;  // first row or key, inside the sequence
+  int count;      // how many of the tile exist; <= 0: none
 
   template <bool kRows, int kTile>
   static __device__ __forceinline__ Owner find(const BackwardCall& call) {
@@ -115,7 +115,8 @@ class LineStream {
     if (!kPlain && width_ != 16) {
       Loader::load_narrow(to, base_, stride_, min(lines, kTile), row_bytes_, width_);
     } else if (lines >= kTile) {
-      Loader::load_inside(lane, base_ + Loader::row() * stride_ + Loader::chunk() * 16, stride_, Loader::chunk() * 16 < row_bytes_);
+      Loader::load_inside(lane, base_ + Loader::row() * stride_ + Loader::chunk() * 16, stride_,
+                          Loader::chunk() * 16 < row_bytes_);
     } else {
       Loader::load(to, base_, stride_, lines, row_bytes_);
     }
@@ -130,5 +131,18 @@ class LineStream {
   int row_bytes_, lines_, width_;
   const char* base_ = nullptr;
 };
+
+// The block's own lines of one array, to shared memory at `to`. line: the owner's first, in the array; dim: elements of a line.
+template <class Loader, class Layout, bool kPlain>
+__device__ __forceinline__ void load_own(const BackwardCall& call, const Owner& owner, const problem::Array& a, int64_t line,
+                                         int64_t dim, uint32_t to) {
+  constexpr int kBytes = Layout::kElementBytes;
+  const char* from = static_cast<const char*>(a.data) + problem::offset(a, owner.batch, owner.head, line) * kBytes;
+  if (kPlain || call.load_bytes == 16) {
+    Loader::load(to, from, a.row * kBytes, owner.count, static_cast<int>(dim) * kBytes);
+  } else {
+    Loader::load_narrow(to, from, a.row * kBytes, owner.count, static_cast<int>(dim) * kBytes, call.load_bytes);
+  }
+}
 
 }  // namespace flash::sm80

@@ -35,7 +35,8 @@ class RowGradients {
   using T = typename Config::T;
   using Operand = typename Config::Operand;
   static constexpr bool kPlain = Config::kPlain;
-  static constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kI = Config::kWarpRows / 16, kSteps = Config::kHeadDim / 16;
+  static constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kI = Config::kWarpRows / 16,
+                       kSteps = Config::kHeadDim / 16;
   using Scores = float[kI][kKeys / 8][4];
 
  public:
@@ -89,19 +90,11 @@ class RowGradients {
 
   // Q and dO of the block, once.
   __device__ __forceinline__ void load_rows() const {
-    using Loader = typename Config::RowLoader;
-    const auto load = [&](uint32_t to, const problem::Array& a, int64_t dim) {
-      const char* from = static_cast<const char*>(a.data) +
-                         problem::offset(a, owner_.batch, owner_.head, owner_.sequence.row + owner_.first) * 2;
-      const int row_bytes = static_cast<int>(dim) * 2;
-      if (kPlain || call_.load_bytes == 16) {
-        Loader::load(to, from, a.row * 2, owner_.count, row_bytes);
-      } else {
-        Loader::load_narrow(to, from, a.row * 2, owner_.count, row_bytes, call_.load_bytes);
-      }
-    };
-    load(shared_, call_.problem.query, call_.problem.head_dim);
-    load(shared_ + Config::kGradientAt, call_.gradients.dout, call_.problem.value_dim);
+    const problem::Problem& p = call_.problem;
+    const int64_t line = owner_.sequence.row + owner_.first;
+    load_own<typename Config::RowLoader, Operand, kPlain>(call_, owner_, p.query, line, p.head_dim, shared_);
+    load_own<typename Config::RowLoader, Operand, kPlain>(call_, owner_, call_.gradients.dout, line, p.value_dim,
+                                                          shared_ + Config::kGradientAt);
   }
 
   __device__ __forceinline__ void load_statistics() {
@@ -160,27 +153,20 @@ class RowGradients {
       if (border) common::hide<false>(rScore, owner_.interval, owner_.sequence.rows, at);
       weigh_plain(rScore, rGradient, call_.modifiers.scale * common::kLog2e, statistics);
     } else {
-      const ScoreContext context{call_,        owner_.sequence, owner_.interval, dropout_,
-                                 owner_.batch, owner_.head,     border,          lane_};
+      const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout_, owner_.batch, owner_.head, border, lane_};
       weigh_general<false, T>(rScore, rGradient, context, at, statistics);
     }
     uint32_t rScoreGradient[kI][kKeys / 16][4];
     tile::pack<T>(rScoreGradient, rScore);
 
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      uint32_t rLines[kI][4];
-#pragma unroll
-      for (int i = 0; i < kI; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rLines[i][e] = rScoreGradient[i][k][e];
+    for (int k = 0; k < kKeys / 16; ++k)
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {
         uint32_t rKey[4];
         ptx::load_matrices_transposed(rKey, Operand::columns(sTransposed_, j) + offset + k * 16 * Operand::kRowBytes);
-        tile::multiply<T>(rQueryGradient_, j, rLines, rKey);
+        tile::multiply<T>(rQueryGradient_, j, rScoreGradient, k, rKey);
       }
-    }
   }
 
   // dQ through this warp's own rows of the buffer of Q.
@@ -193,7 +179,7 @@ class RowGradients {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int line = row_line_ + i * 16 + half * 8 + tile::lane_line(lane_);
-          const float(&r)[4] = rQueryGradient_[i][j];
+          const float (&r)[4] = rQueryGradient_[i][j];
           tile::store_pair<T, Operand>(shared_, line, j, lane_, r[2 * half] * scale, r[2 * half + 1] * scale);
         }
     __syncwarp();
@@ -218,7 +204,8 @@ class RowGradients {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kResident) backward_rows_kernel(const __grid_constant__ BackwardCall call) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kResident)
+    backward_rows_kernel(const __grid_constant__ BackwardCall call) {
   RowGradients<Config>::run(call);
 }
 

@@ -23,7 +23,7 @@ struct ScalarConfig {
   static constexpr int kPer = kTile / kSide;                 // lines, and columns, of a thread
   static constexpr int kDepth = 8;
   static constexpr int kOutput = 128, kOutputPer = kOutput / kSide;
-  static constexpr int kStride = kTile + 4;                  // of transposed slices and weights
+  static constexpr int kStride = kTile + 4;  // of transposed slices and weights
 };
 
 template <class T_, Role kRole>
@@ -42,7 +42,7 @@ class ScalarGradients {
       Real slice[4][kDepth][kStride];   // [operand][head dim][line or column]: K, V, Q, dO (or the walked ones first)
       Real walked[2][kDepth][kOutput];  // [operand][column][head dim]
     };
-    Real weight[2][kTile][kStride];     // [dS, P][column][line]
+    Real weight[2][kTile][kStride];  // [dS, P][column][line]
   };
   static_assert(sizeof(Shared) <= 48 * 1024);
 
@@ -135,7 +135,8 @@ class ScalarGradients {
     return static_cast<const T*>(a.data) + problem::offset(a, sequence_.batch, head_, sequence_.row + row);
   }
   __device__ __forceinline__ const T* key_row(const problem::Array& a, int64_t key) const {
-    return static_cast<const T*>(a.data) + problem::offset(a, sequence_.batch, problem::kv_head(p_, head_), sequence_.key + key);
+    return static_cast<const T*>(a.data) +
+           problem::offset(a, sequence_.batch, problem::kv_head(p_, head_), sequence_.key + key);
   }
 
   // Head dims [depth, depth + kDepth) of kTile rows or keys from `first`, transposed; zeros past the end.
@@ -258,8 +259,9 @@ class ScalarGradients {
     if constexpr (kRole == Role::kKeys) {
       const problem::Gradients& g = call_.gradients;
       if (g.dmask != nullptr && blockIdx.y == 0 && dx != 0)
-        atomicAdd(static_cast<Real*>(g.dmask) + batch * g.dmask_batch + head_ * g.dmask_head + row * g.dmask_row + key * g.dmask_key,
-                  dx);
+        atomicAdd(
+            static_cast<Real*>(g.dmask) + batch * g.dmask_batch + head_ * g.dmask_head + row * g.dmask_row + key * g.dmask_key,
+            dx);
     }
   }
 

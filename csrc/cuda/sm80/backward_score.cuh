@@ -170,11 +170,12 @@ __device__ __forceinline__ void weigh_general(float (&rScore)[kI][kJ][4], float 
       }
   if (dropped) {
     // A dropped probability keeps its value, with a minus sign: dX still needs it.
-    common::for_dropout<kTransposed, kI, kJ>(c.dropout, c.batch * p.heads + c.head, at, c.lane, [&](int i, int j, int e, bool kept) {
-      float& x = rScore[i][j][e];
-      x = kept ? x : -x;
-      rGradient[i][j][e] = kept ? rGradient[i][j][e] * m.keep_scale : 0.f;
-    });
+    common::for_dropout<kTransposed, kI, kJ>(c.dropout, c.batch * p.heads + c.head, at, c.lane,
+                                             [&](int i, int j, int e, bool kept) {
+                                               float& x = rScore[i][j][e];
+                                               x = kept ? x : -x;
+                                               rGradient[i][j][e] = kept ? rGradient[i][j][e] * m.keep_scale : 0.f;
+                                             });
   }
 #pragma unroll
   for (int j = 0; j < kJ; ++j)

@@ -20,14 +20,16 @@ template <cuda::BackwardTile kTile>
 struct Tf32Keys {
   static constexpr bool kOfKeys = true;
   static constexpr int kDim = kTile.bucket, kLines = kTile.keys, kColumns = kTile.rows, kWarps = kTile.warps;
-  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident, kSharedBytes = cuda::backward_shared_bytes(kTile);
+  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident,
+                       kSharedBytes = cuda::backward_shared_bytes(kTile);
 };
 
 template <cuda::RowGradientTile kTile>
 struct Tf32Rows {
   static constexpr bool kOfKeys = false;
   static constexpr int kDim = kTile.bucket, kLines = kTile.rows, kColumns = kTile.keys, kWarps = kTile.warps;
-  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident, kSharedBytes = cuda::row_gradient_shared_bytes(kTile);
+  static constexpr int kThreads = kTile.threads(), kResident = kTile.resident,
+                       kSharedBytes = cuda::row_gradient_shared_bytes(kTile);
 };
 
 template <class Config>
@@ -35,7 +37,7 @@ class Tf32Gradients {
   static constexpr bool kOfKeys = Config::kOfKeys;
   static constexpr int kDim = Config::kDim, kLines = Config::kLines, kColumns = Config::kColumns, kThreads = Config::kThreads;
   static constexpr int kI = kLines / Config::kWarps / 16, kJ = kColumns / 8, kSlabs = kDim / 32;  // slabs of 32 head dims
-  using Layout = tile::Padded<kDim>;       // lines and columns, [., kDim]
+  using Layout = tile::Padded<kDim>;         // lines and columns, [., kDim]
   using ScoreLayout = tile::Padded<kLines>;  // dS [kColumns rows, kLines keys], for dQ
   using LineLoader = tile::Loader<Layout, kLines, kThreads>;
   using ColumnLoader = tile::Loader<Layout, kColumns, kThreads>;
@@ -78,7 +80,8 @@ class Tf32Gradients {
     tile::clear(rFirst_);
     if constexpr (kOfKeys) tile::clear(rSecond_);
     const problem::Array &first = kOfKeys ? p.query : p.key, &second = kOfKeys ? g.dout : p.value;
-    const int64_t lines = kOfKeys ? owner_.sequence.rows : owner_.sequence.keys, start = kOfKeys ? owner_.sequence.row : owner_.sequence.key;
+    const int64_t lines = kOfKeys ? owner_.sequence.rows : owner_.sequence.keys,
+                  start = kOfKeys ? owner_.sequence.row : owner_.sequence.key;
     Columns firsts(first.row, lines, p.head_dim, call_.load_bytes), seconds(second.row, lines, p.value_dim, call_.load_bytes);
     firsts.clear(shared_ + kColumnAt, 1);
     seconds.clear(shared_ + kColumnAt + kColumnBytes, 1);
@@ -114,17 +117,10 @@ class Tf32Gradients {
   // The block's own lines, once.
   __device__ __forceinline__ void load_lines() const {
     const problem::Problem& p = call_.problem;
-    const int64_t start = (kOfKeys ? owner_.sequence.key : owner_.sequence.row) + owner_.first;
-    const auto load = [&](uint32_t to, const problem::Array& a, int64_t dim) {
-      const char* from = static_cast<const char*>(a.data) + problem::offset(a, owner_.batch, owner_.head, start) * 4;
-      if (call_.load_bytes == 16) {
-        LineLoader::load(to, from, a.row * 4, owner_.count, static_cast<int>(dim) * 4);
-      } else {
-        LineLoader::load_narrow(to, from, a.row * 4, owner_.count, static_cast<int>(dim) * 4, call_.load_bytes);
-      }
-    };
-    load(shared_, kOfKeys ? p.key : p.query, p.head_dim);
-    load(shared_ + kLineBytes, kOfKeys ? p.value : call_.gradients.dout, p.value_dim);
+    const int64_t line = (kOfKeys ? owner_.sequence.key : owner_.sequence.row) + owner_.first;
+    load_own<LineLoader, Layout, false>(call_, owner_, kOfKeys ? p.key : p.query, line, p.head_dim, shared_);
+    load_own<LineLoader, Layout, false>(call_, owner_, kOfKeys ? p.value : call_.gradients.dout, line, p.value_dim,
+                                        shared_ + kLineBytes);
   }
 
   // Of keys: lse2 and delta of a tile of rows, [2][kColumns].
@@ -139,7 +135,8 @@ class Tf32Gradients {
 
   // Of rows: lse2 and delta of this lane's lines.
   __device__ __forceinline__ void load_statistics() {
-    const int64_t first = call_.scratch.first_block(call_.problem, owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
+    const int64_t first =
+        call_.scratch.first_block(call_.problem, owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -157,8 +154,7 @@ class Tf32Gradients {
     multiply(rGradient, sLines_ + kLineBytes, sColumns_ + kColumnBytes);
     const int64_t column = int64_t{tile} * kColumns;
     const common::Place at(kOfKeys ? column : owner_.first, kOfKeys ? owner_.first : column, first_line_, 0, lane_);
-    const ScoreContext context{call_,        owner_.sequence, owner_.interval,   dropout_,
-                               owner_.batch, head,            !walk_.full(tile), lane_};
+    const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout_, owner_.batch, head, !walk_.full(tile), lane_};
     weigh_general<kOfKeys, float>(rScore, rGradient, context, at, [&](int i, int j, int half) {
       if constexpr (kOfKeys) {
         const uint32_t sStatistics = shared_ + kStatisticsAt + (j * 8 + tile::lane_column(lane_)) * 4;
@@ -234,7 +230,8 @@ class Tf32Gradients {
 
   // rFresh [lines, 32 head dims] += a [lines, 8] times two rows per lane of a walked tile.
   template <int kLineBlocks>
-  static __device__ __forceinline__ void multiply_slab(float (&rFresh)[kLineBlocks][4][4], const Terms (&a)[kLineBlocks], uint32_t sRow) {
+  static __device__ __forceinline__ void multiply_slab(float (&rFresh)[kLineBlocks][4][4], const Terms (&a)[kLineBlocks],
+                                                       uint32_t sRow) {
     const Terms even = split(ptx::load_shared_16(sRow)), odd = split(ptx::load_shared_16(sRow + Layout::kRowBytes));
 #pragma unroll
     for (int q = 0; q < 4; ++q)
@@ -257,7 +254,7 @@ class Tf32Gradients {
         Terms rLine[kI];
 #pragma unroll
         for (int i = 0; i < kI; ++i) {
-          const float(&w)[4] = rWeight[i][k];
+          const float (&w)[4] = rWeight[i][k];
           rLine[i] = split({__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]), __float_as_uint(w[3])});
         }
         multiply_slab<kI>(rFresh, rLine, sPairs + k * 8 * Layout::kRowBytes + d * 128);
@@ -384,7 +381,8 @@ class Tf32Gradients {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kResident) backward_tf32_kernel(const __grid_constant__ BackwardCall call) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kResident)
+    backward_tf32_kernel(const __grid_constant__ BackwardCall call) {
   Tf32Gradients<Config>::run(call);
 }
 

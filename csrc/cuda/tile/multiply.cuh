@@ -32,6 +32,17 @@ __device__ __forceinline__ void multiply(float (&rD)[kI][kJ][4], int j, const ui
   }
 }
 
+// The same with step k of a packed accumulator as rA.
+template <class T, int kI, int kJ, int kK>
+__device__ __forceinline__ void multiply(float (&rD)[kI][kJ][4], int j, const uint32_t (&rA)[kI][kK][4], int k,
+                                         const uint32_t (&rB)[4]) {
+#pragma unroll
+  for (int i = 0; i < kI; ++i) {
+    ptx::mma(rD[i][2 * j], rA[i][k], rB[0], rB[1], T());
+    ptx::mma(rD[i][2 * j + 1], rA[i][k], rB[2], rB[3], T());
+  }
+}
+
 // An accumulator [16 kI, 8 kJ] as the A operand of the next product, rounded to T.
 template <class T, int kI, int kJ>
 __device__ __forceinline__ void pack(uint32_t (&rA)[kI][kJ / 2][4], const float (&r)[kI][kJ][4]) {
