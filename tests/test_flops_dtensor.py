@@ -87,6 +87,13 @@ def sharded(rank: int, world: int, port: int) -> None:
         torch.testing.assert_close(out.full_tensor(), attention(*tensors, **{option: logits}))
     (only,) = torch.autograd.grad(attention(*parts, causal=True), parts[1], distribute_tensor(gradient, mesh, [placement]))
     torch.testing.assert_close(only.full_tensor(), expected_gradients[1])
+    # Dropout: out is linear in value for a fixed mask, so <gradient, out> = <dvalue, value> only if backward drops the same.
+    grad_out = distribute_tensor(gradient, mesh, [placement])
+    dropped = attention(*parts, dropout_p=0.4)
+    (dvalue,) = torch.autograd.grad(dropped, parts[2], grad_out)
+    assert not torch.equal(dropped.full_tensor(), attention(*parts).full_tensor())
+    products = [(a * b).sum().full_tensor() for a, b in ((grad_out, dropped), (dvalue, parts[2]))]
+    torch.testing.assert_close(*products)
     destroy_process_group()
 
 
