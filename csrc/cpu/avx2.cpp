@@ -1,5 +1,5 @@
 // cpu/avx2.cpp: the kernels for AVX2, FMA and F16C.
-#include "cpu/backward.h"
+#include "cpu/instance.h"
 
 #if defined(__x86_64__)
 namespace flash::cpu {

@@ -1,5 +1,5 @@
 // cpu/avx512.cpp: the kernels for AVX-512 F, BW, DQ and VL.
-#include "cpu/backward.h"
+#include "cpu/instance.h"
 
 #if defined(__x86_64__)
 namespace flash::cpu {

@@ -11,7 +11,7 @@ struct BackwardScratch {
   Group<Real>* groups;                            // [groups]
   Real *queries, *douts, *dqueries;               // [groups][dim] rows of kGroup lanes
   Real *natural_queries, *natural_douts;          // [lanes][dim]
-  Real *lse2, *delta;                             // [groups][kGroup]
+  Real *lse, *delta;                              // [groups][kGroup]
   Real *tile, *gradient;                          // [keys][stride]: P and dS of all lanes
   Real *bias, *keep;                              // [keys][kGroup]
   Real *keys, *values;                            // [keys][dim], widened
@@ -29,7 +29,7 @@ struct BackwardScratch {
     dqueries = arena.take<Real>(tiling.lanes * dim);
     natural_queries = arena.take<Real>(tiling.lanes * dim);
     natural_douts = arena.take<Real>(tiling.lanes * value_dim);
-    lse2 = arena.take<Real>(tiling.lanes);
+    lse = arena.take<Real>(tiling.lanes);
     delta = arena.take<Real>(tiling.lanes);
     tile = arena.take<Real>(tiling.keys * stride);
     gradient = arena.take<Real>(tiling.keys * stride);
@@ -67,7 +67,8 @@ class Differentiator {
     const Group<Real>& g = scratch_.groups[i];
     for (int lane = 0; lane < kGroup<Real>; ++lane) {
       const int64_t at = problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane]);
-      scratch_.lse2[i * kGroup<Real> + lane] = problem::Softmax<Real>::lse2(static_cast<const Real*>(p_.lse)[at]);
+      const Real lse = static_cast<const Real*>(p_.lse)[at];
+      scratch_.lse[i * kGroup<Real> + lane] = lse == -std::numeric_limits<Real>::infinity() ? -lse : lse;  // as Softmax::lse2
       scratch_.delta[i * kGroup<Real> + lane] = scale * delta[at];
     }
   }
@@ -77,7 +78,7 @@ class Differentiator {
   void step(int i, int64_t from, int64_t to, Rows<Real> keys, Rows<Real> values, Real* tile, Real* gradient, int64_t stride,
             bool chain) {
     const Group<Real>& g = scratch_.groups[i];
-    const Real *lse2 = scratch_.lse2 + i * kGroup<Real>, *delta = scratch_.delta + i * kGroup<Real>;
+    const Real *lse = scratch_.lse + i * kGroup<Real>, *delta = scratch_.delta + i * kGroup<Real>;
     const int64_t count = to - from;
     scores<Real, NV, false>(keys.data, keys.stride, queries(i), p_.head_dim, tile, stride, count, nullptr);
     scores<Real, NV, false>(values.data, values.stride, douts(i), p_.value_dim, gradient, stride, count, nullptr);
@@ -88,14 +89,14 @@ class Differentiator {
       if (rules_.dropped) dropout_tile(rules_, g, s_.batch, begin, end - begin, scratch_.keep);
       differentiate<Real, NV>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
                               rules_.dropped ? scratch_.keep : nullptr, begin < all.first || end > all.last, chain, end - begin,
-                              tile + (begin - from) * stride, gradient + (begin - from) * stride, stride, lse2, delta);
+                              tile + (begin - from) * stride, gradient + (begin - from) * stride, stride, lse, delta);
     };
     if (rules_.modified || rules_.dropped) return careful(from, to);
     const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
     careful(from, full);
     if (full < full_end)
-      differentiate_plain<Real, NV>(rules_.unit, full_end - full, tile + (full - from) * stride, gradient + (full - from) * stride,
-                                    stride, lse2, delta);
+      differentiate_plain<Real, NV>(rules_.scale, full_end - full, tile + (full - from) * stride, gradient + (full - from) * stride,
+                                    stride, lse, delta);
     careful(full_end, to);
   }
 
@@ -259,77 +260,6 @@ class Backward : Differentiator<Real> {
   int count_ = 0;
 };
 
-// dmask: the gradient of the score itself, summed over the dimensions in which the mask is broadcast. Lanes are rows of one head.
-template <class Real>
-class MaskGradient : Differentiator<Real> {
-  using Base = Differentiator<Real>;
-  using Base::p_, Base::s_, Base::tiling_, Base::interval_, Base::scratch_, Base::least, Base::most;
-
- public:
-  MaskGradient(const MaskTask& task, const problem::Sequence& sequence, const Tiling& tiling, void* memory)
-      : Base(*task.problem, sequence, tiling, memory), task_(task) {}
-
-  void clear() {
-    const int64_t rows = task_.gradients->dmask_key ? task_.keys.end - task_.keys.begin : 1;
-    std::memset(scratch_.mask, 0, sizeof(Real) * rows * kGroup<Real>);
-  }
-
-  void add(int64_t head) {
-    for (int64_t row = task_.rows.begin; row < task_.rows.end; row += kGroup<Real>) {
-      Group<Real>& g = scratch_.groups[0];
-      fill_group(g, p_, s_, head, 1, row, least(row + kGroup<Real>, task_.rows.end));
-      this->load_statistics(0, 1, static_cast<const Real*>(task_.delta));
-      with_real_type<Real>(p_.dtype, [&](auto tag) {
-        using T = decltype(tag);
-        T* rows[kGroup<Real>];
-        lane_rows(g, p_.query, s_, rows);
-        pack<Real, T>(rows, 0, p_.head_dim, g.vectors, this->rules_.query_factor, this->queries(0));
-        lane_rows(g, task_.gradients->dout, s_, rows);
-        pack<Real, T>(rows, 0, p_.value_dim, g.vectors, 1, this->douts(0));
-      });
-      const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
-      const int64_t first = most(seen.first, task_.keys.begin), last = least(seen.last, task_.keys.end);
-      for (int64_t key = first; key < last; key += tiling_.keys) block(head, key, least(key + tiling_.keys, last));
-    }
-  }
-
-  void store() {
-    const problem::Gradients& g = *task_.gradients;
-    Real* to = static_cast<Real*>(g.dmask) + task_.batches.begin * g.dmask_batch + task_.heads.begin * g.dmask_head;
-    const int64_t keys = g.dmask_key ? task_.keys.end - task_.keys.begin : 1;
-    const int64_t rows = g.dmask_row ? task_.rows.end - task_.rows.begin : 1;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < keys; ++j) {
-        const Real* from = scratch_.mask + j * kGroup<Real> + i;
-        Real sum = from[0];
-        if (g.dmask_row == 0)
-          for (int lane = 1; lane < kGroup<Real>; ++lane) sum += from[lane];
-        to[(task_.rows.begin + i) * g.dmask_row + (task_.keys.begin + j) * g.dmask_key] = sum;
-      }
-  }
-
- private:
-  void block(int64_t head, int64_t begin, int64_t end) {
-    const Group<Real>& g = scratch_.groups[0];
-    const int64_t kv_head = problem::kv_head(p_, head), count = end - begin;
-    const Rows<Real> keys = real_rows(p_.dtype, p_.key, s_.batch, kv_head, s_.key + begin, count, p_.head_dim, scratch_.keys);
-    const Rows<Real> values =
-        real_rows(p_.dtype, p_.value, s_.batch, kv_head, s_.key + begin, count, p_.value_dim, scratch_.values);
-    with_vectors(g.vectors, [&](auto vectors) {
-      this->template step<decltype(vectors)::value>(0, begin, end, keys, values, scratch_.tile, scratch_.gradient, scratch_.stride,
-                                                    false);
-    });
-    const bool by_key = task_.gradients->dmask_key != 0;
-    for (int64_t j = 0; j < count; ++j) {
-      Real* to = scratch_.mask + (by_key ? begin + j - task_.keys.begin : 0) * kGroup<Real>;
-      const Real* from = scratch_.gradient + j * scratch_.stride;
-      for (int lane = 0; lane < g.lanes; ++lane) to[lane] += from[lane];
-    }
-  }
-
-  const MaskTask& task_;
-};
-
 template <class Real>
 size_t backward_scratch(const Problem& p, const Tiling& tiling) {
   Arena arena{0};
@@ -340,60 +270,6 @@ size_t backward_scratch(const Problem& p, const Tiling& tiling) {
 template <class Real>
 void backward_task(const BackwardTask& task, const Tiling& tiling, void* scratch) {
   Backward<Real>(task, tiling, scratch).run();
-}
-
-template <class Real>
-void mask_task(const MaskTask& task, const Tiling& tiling, void* scratch) {
-  problem::Sequence sequence = problem::sequence(*task.problem, task.batches.begin);
-  MaskGradient<Real> gradient(task, sequence, tiling, scratch);
-  gradient.clear();
-  for (sequence.batch = task.batches.begin; sequence.batch < task.batches.end; ++sequence.batch)
-    for (int64_t head = task.heads.begin; head < task.heads.end; ++head) gradient.add(head);
-  gradient.store();
-}
-
-template <class Real>
-void delta_rows(const Problem& p, const problem::Gradients& g, const problem::Sequence& s, int64_t head, Range rows, void* delta) {
-  constexpr int W = kWidth<Real>;
-  with_real_type<Real>(p.dtype, [&](auto tag) {
-    using T = decltype(tag);
-    for (int64_t i = s.row + rows.begin; i < s.row + rows.end; ++i) {
-      const T* out = static_cast<const T*>(p.out.data) + problem::offset(p.out, s.batch, head, i);
-      const T* dout = static_cast<const T*>(g.dout.data) + problem::offset(g.dout, s.batch, head, i);
-      Vector<Real> sums{};
-      int64_t d = 0;
-      for (; d + W <= p.value_dim; d += W) sums = fma(load<Real>(out + d), load<Real>(dout + d), sums);
-      if (d < p.value_dim) {
-        const int n = static_cast<int>(p.value_dim - d);
-        sums = fma(load_part<Real>(out + d, n), load_part<Real>(dout + d, n), sums);
-      }
-      Real sum = 0;
-      for (int lane = 0; lane < W; ++lane) sum += sums[lane];
-      const int64_t at = problem::lse_offset(p, s.batch, head, i);
-      static_cast<Real*>(delta)[at] = g.dlse ? sum - static_cast<const Real*>(g.dlse)[at] : sum;
-    }
-  });
-}
-
-template <class Real>
-void narrow_rows(const void* from, int64_t from_stride, int64_t count, int64_t dim, DType type, void* to, int64_t to_stride) {
-  constexpr int W = kWidth<Real>;
-  with_real_type<Real>(type, [&](auto tag) {
-    using T = decltype(tag);
-    for (int64_t i = 0; i < count; ++i) {
-      const Real* row = static_cast<const Real*>(from) + i * from_stride;
-      T* target = static_cast<T*>(to) + i * to_stride;
-      int64_t d = 0;
-      for (; d + W <= dim; d += W) store(target + d, load(row + d));
-      if (d < dim) store_part<Real>(target + d, load_part<Real>(row + d, static_cast<int>(dim - d)), static_cast<int>(dim - d));
-    }
-  });
-}
-
-template <class Real>
-constexpr Kernels kernels() {
-  return {kWidth<Real>,       kGroup<Real>,         forward_scratch<Real>, forward_task<Real>, backward_scratch<Real>,
-          backward_task<Real>, mask_task<Real>,      delta_rows<Real>,      narrow_rows<Real>};
 }
 
 }  // namespace

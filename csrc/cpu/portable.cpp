@@ -1,5 +1,5 @@
 // cpu/portable.cpp: the kernels for any machine.
-#include "cpu/backward.h"
+#include "cpu/instance.h"
 
 namespace flash::cpu {
 

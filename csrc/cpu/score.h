@@ -20,37 +20,38 @@ struct Group {
   int lanes, vectors;
   int64_t row_begin, row_end;  // rows that occur
   int64_t row[kGroup<Real>], head[kGroup<Real>];
-  Real slope[kGroup<Real>];     // of ALiBi, log2 units
+  Real slope[kGroup<Real>];     // of ALiBi
   int64_t mask[kGroup<Real>];   // offset of the row in the mask
 };
 
-// The tile holds query . key times query_factor. Its value in log2 units is `to_log2` times that, unless `modified`:
-// then adjust() brings it to log2 units, and `unit` is 1.
+// A tile holds query . key times query_factor. The score is `scale` times that, unless `modified`: then adjusted() makes it the
+// score, and `scale` is 1. `unit` brings what the tile holds to log2 units.
 template <class Real>
 struct Rules {
   const Problem& p;
-  Real query_factor = 1, to_log2 = 1, unit = 1, lowest;
+  Real query_factor = 1, scale = 1, unit, lowest;
   Real cap_in = 0, cap_out = 0;  // softcap: cap_out * tanh(cap_in * tile)
+  Real to_score = 1;             // without softcap: the score before ALiBi and mask
   bool modified;
   bool dropped;
   problem::Dropout dropout{};
   Real survivor = 1;  // 1 / (1 - dropout_p)
 
   explicit Rules(const Problem& problem) : p(problem) {
-    const Real log2e = problem::Softmax<Real>::kLog2e;
-    const Real scale = static_cast<Real>(p.scale), size = scale < 0 ? -scale : scale;
+    const Real whole = static_cast<Real>(p.scale), size = whole < 0 ? -whole : whole;
     if (size > Real(1e-30)) {  // the sign goes into the queries: the largest of the tile is then the largest score
-      query_factor = scale < 0 ? -1 : 1;
-      to_log2 = size * log2e;
+      query_factor = whole < 0 ? -1 : 1;
+      to_score = size;
     } else {
-      query_factor = scale * log2e;
+      query_factor = whole;
     }
     modified = p.softcap > 0 || p.alibi_slopes != nullptr || p.mask.data != nullptr;
-    unit = modified ? Real(1) : to_log2;
+    scale = modified ? Real(1) : to_score;
+    unit = scale * problem::Softmax<Real>::kLog2e;
     lowest = lowest_of(unit);
     if (p.softcap > 0) {
-      cap_in = to_log2 / log2e / static_cast<Real>(p.softcap);
-      cap_out = static_cast<Real>(p.softcap) * log2e;
+      cap_in = to_score / static_cast<Real>(p.softcap);
+      cap_out = static_cast<Real>(p.softcap);
     }
     dropped = p.dropout_p > 0;
     if (dropped) {
@@ -72,9 +73,7 @@ void fill_group(Group<Real>& g, const Problem& p, const problem::Sequence& s, in
     const int64_t row = lane / heads, head = kv_head * heads + lane % heads;
     g.row[i] = row;
     g.head[i] = head;
-    g.slope[i] = p.alibi_slopes == nullptr ? Real(0)
-                                           : static_cast<const Real*>(p.alibi_slopes)[s.batch * p.alibi_batch + head] *
-                                                 problem::Softmax<Real>::kLog2e;
+    g.slope[i] = p.alibi_slopes ? static_cast<const Real*>(p.alibi_slopes)[s.batch * p.alibi_batch + head] : Real(0);
     g.mask[i] = s.batch * p.mask.batch + head * p.mask.head + row * p.mask.row;
   }
 }
@@ -83,20 +82,19 @@ void fill_group(Group<Real>& g, const Problem& p, const problem::Sequence& s, in
 template <class Real, class T>
 void mask_tile_of(const Problem& p, const Group<Real>& g, int64_t key, int64_t keys, Real* bias) {
   const T* data = static_cast<const T*>(p.mask.data);
-  const Real log2e = problem::Softmax<Real>::kLog2e;
   if constexpr (sizeof(T) == sizeof(Real) || sizeof(T) == 1 || (sizeof(T) == 2 && sizeof(Real) == 4)) {
     if (p.mask.key == 1) {
       const T* rows[kGroup<Real>];
       for (int i = 0; i < kGroup<Real>; ++i) rows[i] = data + g.mask[i] + key;
-      return pack<Real, T>(rows, 0, keys, g.vectors, log2e, bias);
+      return pack<Real, T>(rows, 0, keys, g.vectors, 1, bias);
     }
   }
   for (int i = 0; i < g.vectors * kWidth<Real>; ++i)
     for (int64_t j = 0; j < keys; ++j)
-      bias[j * kGroup<Real> + i] = static_cast<Real>(widen(data[g.mask[i] + (key + j) * p.mask.key])) * log2e;
+      bias[j * kGroup<Real> + i] = static_cast<Real>(widen(data[g.mask[i] + (key + j) * p.mask.key]));
 }
 
-// What the mask adds, in log2 units.
+// What the mask adds.
 template <class Real>
 void mask_tile(const Problem& p, const Group<Real>& g, int64_t key, int64_t keys, Real* bias) {
   switch (p.mask.dtype) {
@@ -113,13 +111,57 @@ void mask_tile(const Problem& p, const Group<Real>& g, int64_t key, int64_t keys
   }
 }
 
-// What dropout multiplies probabilities by.
+// Dropout::draw of philox.h for a vector of lanes.
+FLASH_INLINE void draw(const problem::Dropout& dropout, Words plane, Words row_patch, Words column, Words (&word)[4]) {
+  Words c0 = column, c1 = row_patch, c2 = plane, c3 = Words{} + dropout.stream;
+  uint32_t k0 = static_cast<uint32_t>(dropout.key), k1 = static_cast<uint32_t>(dropout.key >> 32);
+#pragma GCC unroll 7
+  for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    Words low_a, high_a, low_b, high_b;
+    multiply(c0, 0xD2511F53u, &low_a, &high_a);
+    multiply(c2, 0xCD9E8D57u, &low_b, &high_b);
+    c0 = high_b ^ c1 ^ k0;
+    c2 = high_a ^ c3 ^ k1;
+    c1 = low_b;
+    c3 = low_a;
+  }
+  word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+// What dropout multiplies probabilities by. A draw holds 4 of the 16 columns of a patch for a row.
 template <class Real>
-void dropout_tile(const Rules<Real>& rules, const Group<Real>& g, int64_t batch, int64_t key, int64_t keys, Real* factor) {
-  for (int i = 0; i < g.vectors * kWidth<Real>; ++i) {
-    const int64_t plane = batch * rules.p.heads + g.head[i], row = g.row[i];
-    for (int64_t j = 0; j < keys; ++j)
-      factor[j * kGroup<Real> + i] = rules.dropout.keeps(plane, row, key + j) ? rules.survivor : Real(0);
+FLASH_STAGE void dropout_tile(const Rules<Real>& rules, const Group<Real>& g, int64_t batch, int64_t key, int64_t keys, Real* factor) {
+  constexpr int W = kVectorBytes / 4, N = kGroup<Real>;
+  const problem::Dropout dropout = rules.dropout;
+  const Real survivor = rules.survivor;
+  for (int first_lane = 0; first_lane < g.vectors * kWidth<Real>; first_lane += W) {
+    Words plane{}, row_patch{}, lane{}, lower{};
+    const int live = N - first_lane < W ? N - first_lane : W;
+    for (int i = 0; i < live; ++i) {
+      const int64_t row = g.row[first_lane + i];
+      plane[i] = static_cast<uint32_t>(batch * rules.p.heads + g.head[first_lane + i]);
+      row_patch[i] = static_cast<uint32_t>(row >> 4);
+      lane[i] = problem::Dropout::lane_of(row, 0);
+      lower[i] = row & 8 ? ~0u : 0u;
+    }
+    for (int64_t column = key / 16 * 16; column < key + keys; column += 16)
+      for (uint32_t pair = 0; pair < 4; ++pair) {
+        Words word[4];
+        draw(dropout, plane, row_patch, lane + (static_cast<uint32_t>(column / 16) * 32u + pair), word);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const int64_t j = column + 2 * pair + (i & 1) + (i >> 1) * 8 - key;
+          if (j < 0 || j >= keys) continue;
+          Words bits = (word[i & 2] & ~lower) | (word[(i & 2) + 1] & lower);
+          bits = i & 1 ? bits >> 16 : bits & 0xffffu;
+          Real* to = factor + j * N + first_lane;
+          if constexpr (sizeof(Real) == 4) {
+            store(to, (Types<float>::Int)bits < static_cast<int32_t>(dropout.keep) ? set(survivor) : Vector<Real>{});
+          } else {
+            for (int l = 0; l < live; ++l) to[l] = bits[l] < dropout.keep ? survivor : Real(0);
+          }
+        }
+      }
   }
 }
 
@@ -130,8 +172,9 @@ FLASH_INLINE Vector<double> tanh(Vector<double> x) {
 }
 FLASH_INLINE Vector<float> tanh(Vector<float> x) {
   const auto size = x < 0.0f ? -x : x;
-  const auto e = exp2<float>(size * -2.8853900817779268f);
-  const auto far = (1.0f - e) / (1.0f + e);
+  Vector<float> e[1] = {size * -2.0f};
+  exp<float, 1>(e);
+  const auto far = (1.0f - e[0]) / (1.0f + e[0]);
   // Taylor series below 1/2, where 1 - e would cancel.
   constexpr float kTerms[] = {21844.0f / 6081075, -1382.0f / 155925, 62.0f / 2835, -17.0f / 315, 2.0f / 15, -1.0f / 3};
   const auto square = x * x;
@@ -158,7 +201,7 @@ struct Bounds {
   }
 };
 
-// One vector of scores in log2 units, -inf where masked. `capped` is the tanh of softcap.
+// One vector of scores, -inf where masked. `capped` is the tanh of softcap.
 template <class Real>
 FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, int at, int64_t j,
                                    const Real* bias, bool partial, Vector<Real> x, Vector<Real>* capped) {
@@ -168,7 +211,7 @@ FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& 
       *capped = tanh(x * set(rules.cap_in));
       x = *capped * set(rules.cap_out);
     } else {
-      x *= set(rules.to_log2);
+      x *= set(rules.to_score);
     }
     if (rules.p.alibi_slopes) {
       const Vector<Real> distance = load(bounds.diagonal + at) - key;
@@ -248,11 +291,12 @@ FLASH_STAGE void drop(const Real* factor, int64_t keys, Real* tile) {
 }
 
 // Backward. In: tile = scores as the product left them, gradient = d loss / d P. Out: tile = P after dropout, gradient = that of
-// query . key (chain) or of the score after softcap (else), both 0 where masked. lse2: log2 units, +inf for rows that saw nothing.
+// query . key (chain) or of the score after softcap (else), both 0 where masked. lse: +inf for rows that saw nothing.
+// P = exp(score - lse), not 2^(log2 units): the difference is small where P matters, and so is its rounding error.
 template <class Real, int NV>
 FLASH_STAGE void differentiate(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias,
                                const Real* keep, bool partial, bool chain, int64_t keys, Real* tile, Real* gradient,
-                               int64_t stride, const Real* lse2, const Real* delta) {
+                               int64_t stride, const Real* lse, const Real* delta) {
   const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity());
   for (int64_t j = 0; j < keys; ++j, tile += stride, gradient += stride)
 #pragma GCC unroll 4
@@ -260,14 +304,15 @@ FLASH_STAGE void differentiate(const Rules<Real>& rules, const Group<Real>& g, c
       const int at = v * kWidth<Real>;
       Vector<Real> capped = {}, x = load(tile + at), dp = load(gradient + at);
       x = adjusted(rules, g, bounds, at, j, bias, partial, x, &capped);
-      Vector<Real> p = exp2<Real>(fma(x, set(rules.unit), -load(lse2 + at)));
-      Vector<Real> kept = p;
+      Vector<Real> p[1] = {fma(x, set(rules.scale), -load(lse + at))};
+      exp<Real, 1>(p);
+      Vector<Real> kept = p[0];
       if (keep) {
         const Vector<Real> factor = load(keep + j * kGroup<Real> + at);
         kept *= factor;
         dp *= factor;
       }
-      Vector<Real> ds = p * (dp - load(delta + at));
+      Vector<Real> ds = p[0] * (dp - load(delta + at));
       if (chain && rules.cap_out > 0) ds *= set(Real(1)) - capped * capped;
       store(tile + at, kept);
       store(gradient + at, x == masked ? Vector<Real>{} : ds);
@@ -276,18 +321,18 @@ FLASH_STAGE void differentiate(const Rules<Real>& rules, const Group<Real>& g, c
 
 // The same without modifiers on a block that every lane sees.
 template <class Real, int NV>
-FLASH_STAGE void differentiate_plain(Real unit, int64_t keys, Real* tile, Real* gradient, int64_t stride, const Real* lse2,
+FLASH_STAGE void differentiate_plain(Real scale, int64_t keys, Real* tile, Real* gradient, int64_t stride, const Real* lse,
                                      const Real* delta) {
   for (int v = 0; v < NV; ++v) {
     const int at = v * kWidth<Real>;
-    const Vector<Real> l = load(lse2 + at), d = load(delta + at);
+    const Vector<Real> l = load(lse + at), d = load(delta + at);
     by_rows<kChains>(0, keys, [&](auto count, int64_t j) FLASH_LAMBDA {
       constexpr int N = decltype(count)::value;
       Real *p = tile + j * stride + at, *ds = gradient + j * stride + at;
       Vector<Real> x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = min(set(Exp2<Real>::kHighest), fma(load(p + i * stride), set(unit), -l));
-      exp2<Real, N>(x, set(Real(1)), set(Exp2<Real>::kLowest));
+      for (int i = 0; i < N; ++i) x[i] = fma(load(p + i * stride), set(scale), -l);
+      exp<Real, N>(x);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         store(p + i * stride, x[i]);

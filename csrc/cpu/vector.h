@@ -112,6 +112,28 @@ FLASH_INLINE bool any(Mask mask) {
 #endif
 }
 
+// The halves of the 64-bit products of 32-bit lanes with b.
+using Words = Types<float>::Unsigned;
+FLASH_INLINE void multiply(Words a, uint32_t b, Words* low, Words* high) {
+#if defined(__AVX512F__)
+  const __m512i factor = _mm512_set1_epi32(static_cast<int>(b)), even = _mm512_mul_epu32((__m512i)a, factor);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
+  *low = (Words)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  *high = (Words)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+  const __m256i factor = _mm256_set1_epi32(static_cast<int>(b)), even = _mm256_mul_epu32((__m256i)a, factor);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
+  *low = (Words)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  *high = (Words)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+  for (int i = 0; i < kVectorBytes / 4; ++i) {
+    const uint64_t product = uint64_t{a[i]} * b;
+    (*low)[i] = static_cast<uint32_t>(product);
+    (*high)[i] = static_cast<uint32_t>(product >> 32);
+  }
+#endif
+}
+
 // ---- unaligned loads, widened -------------------------------------------------------------------------------------------------
 FLASH_INLINE Vector<float> load(const float* p) { return *reinterpret_cast<const Types<float>::Loose*>(p); }
 FLASH_INLINE Vector<double> load(const double* p) { return *reinterpret_cast<const Types<double>::Loose*>(p); }
@@ -237,9 +259,13 @@ inline Real lowest_of(Real c) {
   return Exp2<Real>::kLowest / c;
 }
 
-template <class Real>
-FLASH_INLINE Vector<Real> exp2(Vector<Real> x) {
-  return exp2<Real>(min(set(Exp2<Real>::kHighest), x), set(Real(1)), set(Exp2<Real>::kLowest));
+// x = e^x, any x: from 0 to infinity.
+template <class Real, int N>
+FLASH_INLINE void exp(Vector<Real> (&x)[N]) {
+  constexpr Real kLog2e = Real(1.4426950408889634073599246810019);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) x[i] = min(set(Exp2<Real>::kHighest / kLog2e), x[i]);
+  exp2<Real, N>(x, set(kLog2e), set(lowest_of(kLog2e)));
 }
 
 }  // namespace
