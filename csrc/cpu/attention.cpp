@@ -48,7 +48,8 @@ void fill(const problem::Array& a, DType type, int64_t heads, int64_t rows, int6
   if (a.data == nullptr) return;
   const int64_t bytes = size_of(type);
   for (int64_t h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < rows; ++i) std::memset(static_cast<char*>(a.data) + problem::offset(a, 0, h, i) * bytes, 0, dim * bytes);
+    for (int64_t i = 0; i < rows; ++i)
+      std::memset(static_cast<char*>(a.data) + problem::offset(a, 0, h, i) * bytes, 0, dim * bytes);
 }
 
 void fill_statistic(const Problem& p, void* values, double value) {
@@ -138,7 +139,8 @@ void combine(const Problem& p, const Combination& c, const Real* parts) {
       state.sum += weight * other.sum;
       for (int64_t d = 0; d < dim; ++d) sum[d] = sum[d] * factor + weight * part[d];
     }
-    const int64_t row = c.sequence.row + (c.lane_begin + lane) / heads, head = c.kv_head * heads + (c.lane_begin + lane) % heads;
+    const int64_t row = c.sequence.row + (c.lane_begin + lane) / heads,
+                  head = c.kv_head * heads + (c.lane_begin + lane) % heads;
     Real factor = p.sinks ? state.fold_sink(static_cast<const Real*>(p.sinks)[head]) : Real(1);
     factor *= state.normaliser();
     with_real_type<Real>(p.dtype, [&](auto tag) {
@@ -167,7 +169,8 @@ void forward_as(const Problem& p, const Executor& executor) {
         const int64_t parts = std::max<int64_t>(1, ceil_div(seen.last - seen.first, plan.part));
         if (parts > 1) combinations.push_back({s, kv, lane, end, parts, space});
         for (int64_t i = 0; i < parts; ++i) {
-          const int64_t first = seen.first + i * plan.part, last = parts == 1 ? seen.last : std::min(first + plan.part, seen.last);
+          const int64_t first = seen.first + i * plan.part,
+                        last = parts == 1 ? seen.last : std::min(first + plan.part, seen.last);
           tasks.push_back({{&p, s, kv, lane, end, first, last, nullptr}, parts > 1 ? space : -1});
           if (parts > 1) space += (end - lane) * (p.value_dim + 2);
         }
@@ -179,8 +182,9 @@ void forward_as(const Problem& p, const Executor& executor) {
   order(tasks);
   for_each(executor, static_cast<int64_t>(tasks.size()), kernels.forward_scratch(p, plan.tiling),
            [&](int64_t i, void* scratch) { kernels.forward(tasks[i].task, plan.tiling, scratch); });
-  for_each(executor, static_cast<int64_t>(combinations.size()), 0,
-           [&](int64_t i, void*) { combine(p, combinations[i], static_cast<const Real*>(workspace.get()) + combinations[i].at); });
+  for_each(executor, static_cast<int64_t>(combinations.size()), 0, [&](int64_t i, void*) {
+    combine(p, combinations[i], static_cast<const Real*>(workspace.get()) + combinations[i].at);
+  });
 }
 
 template <class T, class Real>
@@ -218,8 +222,8 @@ void forward(const Problem& p, const Executor& executor) {
   }
 }
 
-void merge(DType dtype, int64_t count, int64_t value_dim, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b,
-           void* out, void* lse, const Executor& executor) {
+void merge(DType dtype, int64_t count, int64_t value_dim, const void* out_a, const void* lse_a, const void* out_b,
+           const void* lse_b, void* out, void* lse, const Executor& executor) {
   with_type(dtype, [&](auto tag) {
     using T = decltype(tag);
     merge_as<T, decltype(widen(tag))>(count, value_dim, out_a, lse_a, out_b, lse_b, out, lse, executor);

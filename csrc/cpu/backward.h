@@ -8,15 +8,15 @@ namespace {
 
 template <class Real>
 struct BackwardScratch {
-  Group<Real>* groups;                            // [groups]
-  Real *queries, *douts, *dqueries;               // [groups][dim] rows of kGroup lanes
-  Real *natural_queries, *natural_douts;          // [lanes][dim]
-  Real *lse, *delta;                              // [groups][kGroup]
-  Real *tile, *gradient;                          // [keys][stride]: P and dS of all lanes
-  Real *bias, *keep;                              // [keys][kGroup]
-  Real *keys, *values;                            // [keys][dim], widened
-  Real* mask;                                     // [kMaskTiles * keys][kGroup]
-  bool* started;                                  // [groups]: dqueries hold something
+  Group<Real>* groups;                    // [groups]
+  Real *queries, *douts, *dqueries;       // [groups][dim] rows of kGroup lanes
+  Real *natural_queries, *natural_douts;  // [lanes][dim]
+  Real *lse, *delta;                      // [groups][kGroup]
+  Real *tile, *gradient;                  // [keys][stride]: P and dS of all lanes
+  Real *bias, *keep;                      // [keys][kGroup]
+  Real *keys, *values;                    // [keys][dim], widened
+  Real* mask;                             // [kMaskTiles * keys][kGroup]
+  bool* started;                          // [groups]: dqueries hold something
   int64_t stride;
 
   BackwardScratch(Arena& arena, const Problem& p, const Tiling& tiling) {
@@ -95,8 +95,8 @@ class Differentiator {
     const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
     careful(from, full);
     if (full < full_end)
-      differentiate_plain<Real, NV>(rules_.scale, full_end - full, tile + (full - from) * stride, gradient + (full - from) * stride,
-                                    stride, lse, delta);
+      differentiate_plain<Real, NV>(rules_.scale, full_end - full, tile + (full - from) * stride,
+                                    gradient + (full - from) * stride, stride, lse, delta);
     careful(full_end, to);
   }
 
@@ -191,11 +191,11 @@ class Backward : Differentiator<Real> {
       with_vectors(g.vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         this->template step<NV>(i, from, to, {keys.data + skip * keys.stride, keys.stride},
-                                {values.data + skip * values.stride, values.stride}, tile + skip * stride, gradient + skip * stride,
-                                stride, true);
+                                {values.data + skip * values.stride, values.stride}, tile + skip * stride,
+                                gradient + skip * stride, stride, true);
         if (task_.gradients->dquery.data)
-          accumulate<Real, NV>(keys.data + skip * keys.stride, keys.stride, gradient + skip * stride, stride, to - from, dqueries(i),
-                               p_.head_dim, nullptr, scratch_.started[i] ? Into::kAdd : Into::kReplace);
+          accumulate<Real, NV>(keys.data + skip * keys.stride, keys.stride, gradient + skip * stride, stride, to - from,
+                               dqueries(i), p_.head_dim, nullptr, scratch_.started[i] ? Into::kAdd : Into::kReplace);
       });
       scratch_.started[i] = true;
     }
@@ -230,7 +230,8 @@ class Backward : Differentiator<Real> {
     const int64_t at = (begin - block) * stride + lanes.begin, count = lanes.end - lanes.begin;
     if (task_.dvalue)
       accumulate_rows(scratch_.tile + at, stride, scratch_.natural_douts + lanes.begin * value_dim, value_dim, count,
-                      static_cast<Real*>(task_.dvalue) + begin * task_.dvalue_stride, task_.dvalue_stride, end - begin, value_dim);
+                      static_cast<Real*>(task_.dvalue) + begin * task_.dvalue_stride, task_.dvalue_stride, end - begin,
+                      value_dim);
     if (task_.dkey)
       accumulate_rows(scratch_.gradient + at, stride, scratch_.natural_queries + lanes.begin * dim, dim, count,
                       static_cast<Real*>(task_.dkey) + begin * task_.dkey_stride, task_.dkey_stride, end - begin, dim);

@@ -19,8 +19,8 @@ void few_query(const T* from, int64_t dim, Real factor, Real* to) {
 
 // tile[key][lane] = keys[key] . queries[lane]
 template <class Real, class T>
-FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, int64_t dim, const Real* queries, int64_t query_stride,
-                            int lanes, Real* tile) {
+FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, int64_t dim, const Real* queries,
+                            int64_t query_stride, int lanes, Real* tile) {
   constexpr int W = kWidth<Real>;
   for (int64_t j = 0; j < count; j += W) {
     const T* rows[W];
@@ -36,8 +36,7 @@ FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, in
         for (int i = 0; i < W; ++i) acc[i] = fma(load<Real>(rows[i] + d), x, acc[i]);
       }
       if (d < dim)
-        for (int i = 0; i < W; ++i)
-          acc[i] = fma(load_part<Real>(rows[i] + d, static_cast<int>(dim - d)), load(q + d), acc[i]);
+        for (int i = 0; i < W; ++i) acc[i] = fma(load_part<Real>(rows[i] + d, static_cast<int>(dim - d)), load(q + d), acc[i]);
       transpose<Real>(acc);
 #pragma GCC unroll 4
       for (int half = W / 2; half > 0; half /= 2)
@@ -63,7 +62,8 @@ FLASH_STAGE void few_accumulate(const T* values, int64_t value_stride, int64_t c
       const Vector<Real> p = set(tile[j * kGroup<Real> + lane]);
       const T* v = values + j * value_stride + d;
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) acc[i] = fma(p, N > 1 || part == W ? load<Real>(v + i * W) : load_part<Real>(v, part), acc[i]);
+      for (int i = 0; i < N; ++i)
+        acc[i] = fma(p, N > 1 || part == W ? load<Real>(v + i * W) : load_part<Real>(v, part), acc[i]);
     }
     Real* to = sum + lane * sum_stride + d;
 #pragma GCC unroll 8

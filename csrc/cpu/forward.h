@@ -57,13 +57,13 @@ void lane_rows(const Group<Real>& g, const problem::Array& a, const problem::Seq
 
 template <class Real>
 struct ForwardScratch {
-  Group<Real>* groups;                        // [groups]
-  Real *queries, *sums;                       // [groups][head_dim], [groups][value_dim] rows of kGroup lanes; few lanes: [lane][dim]
-  Real *largest, *total;                      // [groups][kGroup]
-  Real *now, *factor;                         // [kGroup]
-  Real *tile, *bias, *keep;                   // [keys][kGroup]
-  Real *keys, *values;                        // [keys][dim], widened
-  bool* started;                              // [groups]: sums hold something
+  Group<Real>* groups;       // [groups]
+  Real *queries, *sums;      // [groups][head_dim], [groups][value_dim] rows of kGroup lanes; few lanes: [lane][dim]
+  Real *largest, *total;     // [groups][kGroup]
+  Real *now, *factor;        // [kGroup]
+  Real *tile, *bias, *keep;  // [keys][kGroup]
+  Real *keys, *values;       // [keys][dim], widened
+  bool* started;             // [groups]: sums hold something
 
   ForwardScratch(Arena& arena, const Problem& p, const Tiling& tiling) {
     const int64_t count = tiling.lanes / kGroup<Real>, tile_size = tiling.keys * kGroup<Real>;
@@ -189,8 +189,8 @@ class Forward {
       const auto edge = [&](int64_t begin, int64_t end) {
         if (begin >= end) return;
         Real* at = tile + (begin - from) * kGroup<Real>;
-        scores<Real, NV, false>(keys.data + (begin - from) * keys.stride, keys.stride, queries(i), p_.head_dim, at, kGroup<Real>,
-                                end - begin, nullptr);
+        scores<Real, NV, false>(keys.data + (begin - from) * keys.stride, keys.stride, queries(i), p_.head_dim, at,
+                                kGroup<Real>, end - begin, nullptr);
         adjust<Real, NV>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), nullptr, true, end - begin, at, now);
       };
       edge(from, full);
@@ -201,7 +201,9 @@ class Forward {
     }
     const bool moved = probabilities<NV>(i, from, to);
     accumulate<Real, NV>(values.data, values.stride, tile, kGroup<Real>, to - from, sums(i), p_.value_dim, scratch_.factor,
-                         !scratch_.started[i] ? Into::kReplace : moved ? Into::kRescale : Into::kAdd);
+                         !scratch_.started[i] ? Into::kReplace
+                         : moved              ? Into::kRescale
+                                              : Into::kAdd);
     scratch_.started[i] = true;
   }
 
@@ -212,7 +214,8 @@ class Forward {
     const T* keys = static_cast<const T*>(p_.key.data) + problem::offset(p_.key, s_.batch, task_.kv_head, s_.key + from);
     const T* values = static_cast<const T*>(p_.value.data) + problem::offset(p_.value, s_.batch, task_.kv_head, s_.key + from);
     std::memcpy(scratch_.now, scratch_.largest, sizeof(Real) * kGroup<Real>);
-    few_scores<Real, T>(keys, p_.key.row, to - from, p_.head_dim, queries(0), padded<Real>(p_.head_dim), g.lanes, scratch_.tile);
+    few_scores<Real, T>(keys, p_.key.row, to - from, p_.head_dim, queries(0), padded<Real>(p_.head_dim), g.lanes,
+                        scratch_.tile);
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     with_vectors(g.vectors, [&](auto vectors) {
       constexpr int NV = decltype(vectors)::value;
@@ -233,8 +236,9 @@ class Forward {
 
   template <int NV>
   bool probabilities(int i, int64_t from, int64_t to) {
-    const bool moved = exponentiate<Real, NV>(rules_.unit, rules_.lowest, scratch_.tile, to - from, scratch_.largest + i * kGroup<Real>,
-                                              scratch_.now, scratch_.total + i * kGroup<Real>, scratch_.factor);
+    const bool moved =
+        exponentiate<Real, NV>(rules_.unit, rules_.lowest, scratch_.tile, to - from, scratch_.largest + i * kGroup<Real>,
+                               scratch_.now, scratch_.total + i * kGroup<Real>, scratch_.factor);
     if (rules_.dropped) {
       dropout_tile(rules_, scratch_.groups[i], s_.batch, from, to - from, scratch_.keep);
       drop<Real, NV>(scratch_.keep, to - from, scratch_.tile);
@@ -263,7 +267,8 @@ class Forward {
       }
       if (p_.sinks) factor[lane] = state.fold_sink(static_cast<const Real*>(p_.sinks)[g.head[lane]]);
       factor[lane] *= state.normaliser();
-      if (p_.lse) static_cast<Real*>(p_.lse)[problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane])] = state.lse();
+      if (p_.lse)
+        static_cast<Real*>(p_.lse)[problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane])] = state.lse();
     }
     if (task_.partial) {
       if (few_) {

@@ -27,7 +27,8 @@ class BackwardRun {
     const int64_t lanes = p.rows * (p.heads / p.kv_heads);
     const int64_t room =
         (int64_t{512} << 10) / (kernels_.group * std::max<int64_t>(1, 3 * p.head_dim + 2 * p.value_dim) * real_);
-    tiling_.lanes = std::min(std::clamp<int64_t>(room, 1, 4), std::max<int64_t>(1, ceil_div(lanes, kernels_.group))) * kernels_.group;
+    tiling_.lanes =
+        std::min(std::clamp<int64_t>(room, 1, 4), std::max<int64_t>(1, ceil_div(lanes, kernels_.group))) * kernels_.group;
     parts_ = std::max<int64_t>(1, std::min(ceil_div(kParallel, p.batch * p.kv_heads), std::min(p.rows, p.keys) / 512));
     dkey_stride_ = ceil_div(p.head_dim, kernels_.width) * kernels_.width;
     dvalue_stride_ = ceil_div(p.value_dim, kernels_.width) * kernels_.width;
@@ -93,7 +94,8 @@ class BackwardRun {
   void round(const BackwardTask& task) const {
     const auto& s = task.sequence;
     if (dkey_space_)
-      kernels_.narrow(task.dkey, dkey_space_, s.keys, p_.head_dim, p_.dtype, at(g_.dkey, s.batch, task.kv_head, s.key), g_.dkey.row);
+      kernels_.narrow(task.dkey, dkey_space_, s.keys, p_.head_dim, p_.dtype, at(g_.dkey, s.batch, task.kv_head, s.key),
+                      g_.dkey.row);
     if (dvalue_space_)
       kernels_.narrow(task.dvalue, dvalue_space_, s.keys, p_.value_dim, p_.dtype, at(g_.dvalue, s.batch, task.kv_head, s.key),
                       g_.dvalue.row);
@@ -116,26 +118,30 @@ class BackwardRun {
     longest_first(all, [](const Head& h) { return h.sequence.rows * h.sequence.keys; });
     const int64_t dkey_bytes = p_.keys * dkey_space_ * real_, dvalue_bytes = p_.keys * dvalue_space_ * real_;
     const size_t scratch_bytes = (kernels_.backward_scratch(p_, tiling_) + 63) / 64 * 64;
-    for_each(executor_, static_cast<int64_t>(all.size()), scratch_bytes + dkey_bytes + dvalue_bytes, [&](int64_t i, void* scratch) {
-      char* sums = static_cast<char*>(scratch) + scratch_bytes;
-      BackwardTask task = head_task(all[i].sequence, all[i].kv_head, sums, sums + dkey_bytes);
-      task.rows[0] = {0, task.sequence.rows};
-      task.keys[0] = {0, task.sequence.keys};
-      clear(task);
-      kernels_.backward(task, tiling_, scratch);
-      round(task);
-    });
+    for_each(executor_, static_cast<int64_t>(all.size()), scratch_bytes + dkey_bytes + dvalue_bytes,
+             [&](int64_t i, void* scratch) {
+               char* sums = static_cast<char*>(scratch) + scratch_bytes;
+               BackwardTask task = head_task(all[i].sequence, all[i].kv_head, sums, sums + dkey_bytes);
+               task.rows[0] = {0, task.sequence.rows};
+               task.keys[0] = {0, task.sequence.keys};
+               clear(task);
+               kernels_.backward(task, tiling_, scratch);
+               round(task);
+             });
   }
 
   // Chunk `i` of 2 * parts_.
   Range chunk(int64_t length, int64_t i) const {
-    const auto bound = [&](int64_t k) { return std::min(length, ceil_div(length * k / (2 * parts_), kernels_.group) * kernels_.group); };
+    const auto bound = [&](int64_t k) {
+      return std::min(length, ceil_div(length * k / (2 * parts_), kernels_.group) * kernels_.group);
+    };
     return {bound(i), i + 1 == 2 * parts_ ? length : bound(i + 1)};
   }
 
   void rounds() {
     std::vector<Head> all = heads();
-    const int64_t keys = p_.packed() ? p_.total_keys : p_.batch * p_.keys, rows = p_.packed() ? p_.total_rows : p_.batch * p_.rows;
+    const int64_t keys = p_.packed() ? p_.total_keys : p_.batch * p_.keys,
+                  rows = p_.packed() ? p_.total_rows : p_.batch * p_.rows;
     const int64_t dkey_bytes = keys * p_.kv_heads * dkey_space_ * real_;
     const Memory sums = allocate(dkey_bytes + keys * p_.kv_heads * dvalue_space_ * real_);
     const Memory dquery = allocate(rows * p_.heads * dquery_space_ * real_);
@@ -212,8 +218,9 @@ class BackwardRun {
   const int64_t real_;  // bytes
   Tiling tiling_;
   int64_t parts_;
-  int64_t dkey_stride_, dvalue_stride_;                // elements of a row of sums
-  int64_t dkey_space_, dvalue_space_, dquery_space_;   // the same where sums need a workspace, else 0: they are kept in the output
+  int64_t dkey_stride_, dvalue_stride_;  // elements of a row of sums
+  int64_t dkey_space_, dvalue_space_,
+      dquery_space_;  // the same where sums need a workspace, else 0: they are kept in the output
   void* delta_ = nullptr;
   Memory own_delta_;
 };

@@ -21,7 +21,7 @@ struct ForwardTask {
   int64_t kv_head;
   int64_t lane_begin, lane_end;
   int64_t key_begin, key_end;  // all keys, or one part of them
-  void* partial;               // null: write out and lse. Else Real [lanes][value_dim + 2]: sums, their maximum (log2), their total
+  void* partial;  // null: write out and lse. Else Real [lanes][value_dim + 2]: sums, their maximum (log2), their total
 };
 
 struct Range {
@@ -35,10 +35,10 @@ struct BackwardTask {
   problem::Sequence sequence;
   int64_t kv_head;
   Range rows[2], keys[2];
-  const void* delta;                          // Real, laid out as lse
-  void *dkey, *dvalue;                        // Real [keys of the sequence][stride], added to; null: not wanted
-  int64_t dkey_stride, dvalue_stride;         // rows hold head_dim and value_dim rounded up to kernels().width
-  void* dquery;                               // Real, at row 0 of head 0 of the sequence, added to; null: gradients->dquery is written
+  const void* delta;                   // Real, laid out as lse
+  void *dkey, *dvalue;                 // Real [keys of the sequence][stride], added to; null: not wanted
+  int64_t dkey_stride, dvalue_stride;  // rows hold head_dim and value_dim rounded up to kernels().width
+  void* dquery;                        // Real, at row 0 of head 0 of the sequence, added to; null: gradients->dquery is written
   int64_t dquery_head, dquery_row;
 };
 
@@ -62,9 +62,11 @@ struct Kernels {
   void (*backward)(const BackwardTask&, const Tiling&, void* scratch);
   void (*mask)(const MaskTask&, const Tiling&, void* scratch);  // scratch as backward
   // delta of rows [begin, end) of one head, at `delta`, laid out as lse.
-  void (*delta)(const problem::Problem&, const problem::Gradients&, const problem::Sequence&, int64_t head, Range rows, void* delta);
+  void (*delta)(const problem::Problem&, const problem::Gradients&, const problem::Sequence&, int64_t head, Range rows,
+                void* delta);
   // Real rows [count][stride] rounded to `type`.
-  void (*narrow)(const void* from, int64_t from_stride, int64_t count, int64_t dim, problem::DType type, void* to, int64_t to_stride);
+  void (*narrow)(const void* from, int64_t from_stride, int64_t count, int64_t dim, problem::DType type, void* to,
+                 int64_t to_stride);
 };
 
 struct InstructionSet {

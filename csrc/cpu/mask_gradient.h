@@ -63,8 +63,8 @@ class MaskGradient : Differentiator<Real> {
     const Rows<Real> values =
         real_rows(p_.dtype, p_.value, s_.batch, kv_head, s_.key + begin, count, p_.value_dim, scratch_.values);
     with_vectors(g.vectors, [&](auto vectors) {
-      this->template step<decltype(vectors)::value>(0, begin, end, keys, values, scratch_.tile, scratch_.gradient, scratch_.stride,
-                                                    false);
+      this->template step<decltype(vectors)::value>(0, begin, end, keys, values, scratch_.tile, scratch_.gradient,
+                                                    scratch_.stride, false);
     });
     const bool by_key = task_.gradients->dmask_key != 0;
     for (int64_t j = 0; j < count; ++j) {

@@ -52,7 +52,8 @@ inline void narrow(float x, Float16* to) {
     half = 0x7e00u;
   } else if (magnitude >= 0x477ff000u) {  // 65520: halfway between the largest number and the next power of two
     half = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // below 2^-14: the addition lines the 2^-24 of half's subnormal numbers up with ulp(0.5)
+  } else if (magnitude <
+             0x38800000u) {  // below 2^-14: the addition lines the 2^-24 of half's subnormal numbers up with ulp(0.5)
     half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;

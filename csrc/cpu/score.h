@@ -20,8 +20,8 @@ struct Group {
   int lanes, vectors;
   int64_t row_begin, row_end;  // rows that occur
   int64_t row[kGroup<Real>], head[kGroup<Real>];
-  Real slope[kGroup<Real>];     // of ALiBi
-  int64_t mask[kGroup<Real>];   // offset of the row in the mask
+  Real slope[kGroup<Real>];    // of ALiBi
+  int64_t mask[kGroup<Real>];  // offset of the row in the mask
 };
 
 // A tile holds query . key times query_factor. The score is `scale` times that, unless `modified`: then adjusted() makes it the
@@ -130,7 +130,8 @@ FLASH_INLINE void draw(const problem::Dropout& dropout, Words plane, Words row_p
 
 // What dropout multiplies probabilities by. A draw holds 4 of the 16 columns of a patch for a row.
 template <class Real>
-FLASH_STAGE void dropout_tile(const Rules<Real>& rules, const Group<Real>& g, int64_t batch, int64_t key, int64_t keys, Real* factor) {
+FLASH_STAGE void dropout_tile(const Rules<Real>& rules, const Group<Real>& g, int64_t batch, int64_t key, int64_t keys,
+                              Real* factor) {
   constexpr int W = kVectorBytes / 4, N = kGroup<Real>;
   const problem::Dropout dropout = rules.dropout;
   const Real survivor = rules.survivor;
@@ -203,8 +204,8 @@ struct Bounds {
 
 // One vector of scores, -inf where masked. `capped` is the tanh of softcap.
 template <class Real>
-FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, int at, int64_t j,
-                                   const Real* bias, bool partial, Vector<Real> x, Vector<Real>* capped) {
+FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, int at,
+                                   int64_t j, const Real* bias, bool partial, Vector<Real> x, Vector<Real>* capped) {
   const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity()), key = set(static_cast<Real>(j));
   if (rules.modified) {
     if (rules.cap_out > 0) {
@@ -231,8 +232,8 @@ constexpr int kChains = kRegisters == 32 ? 8 : 4;  // exponentials at a time
 // ---- passes over a tile of `keys` rows ----------------------------------------------------------------------------------------
 // Scores become final; largest takes them in.
 template <class Real, int NV>
-FLASH_STAGE void adjust(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias, bool partial,
-                        int64_t keys, Real* tile, Real* largest) {
+FLASH_STAGE void adjust(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias,
+                        bool partial, int64_t keys, Real* tile, Real* largest) {
   Vector<Real> capped;
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4

@@ -12,7 +12,8 @@ namespace {
 constexpr int kVectors = 3;  // vectors of lanes in a group: with the rows below, as many accumulators as registers allow
 template <class Real>
 constexpr int kGroup = kVectors * kWidth<Real>;
-constexpr int kRows[] = {0, kRegisters == 32 ? 16 : 8, kRegisters == 32 ? 8 : 4, kRegisters == 32 ? 8 : 4};  // by vectors of lanes
+constexpr int kRows[] = {0, kRegisters == 32 ? 16 : 8, kRegisters == 32 ? 8 : 4,
+                         kRegisters == 32 ? 8 : 4};  // by vectors of lanes
 
 template <int N>
 struct Count {
@@ -93,8 +94,8 @@ enum class Into { kReplace, kAdd, kRescale };
 // sum[d][lane] = sum[d][lane] * factor[lane] + sum over rows of values[row][d] * tile[row][lane].
 // A block is summed by itself and then added: the rounding error grows with the number of blocks, not of keys.
 template <class Real, int NV>
-FLASH_STAGE void accumulate(const Real* values, int64_t value_stride, const Real* tile, int64_t tile_stride, int64_t rows, Real* sum,
-                            int64_t dim, const Real* factor, Into into) {
+FLASH_STAGE void accumulate(const Real* values, int64_t value_stride, const Real* tile, int64_t tile_stride, int64_t rows,
+                            Real* sum, int64_t dim, const Real* factor, Into into) {
   by_rows<kRows[NV]>(0, dim, [&](auto count, int64_t d) FLASH_LAMBDA {
     constexpr int R = decltype(count)::value;
     Vector<Real> acc[R][NV];
@@ -131,8 +132,8 @@ FLASH_STAGE void accumulate(const Real* values, int64_t value_stride, const Real
 
 // sum[row][d] += sum over lanes of tile[row][lane] * natural[lane][d]; dim is a multiple of the width.
 template <class Real, int NV, int kStart>
-FLASH_STAGE void accumulate_columns(const Real* tile, int64_t tile_stride, const Real* natural, int64_t natural_stride, int64_t lanes,
-                                    Real* sum, int64_t sum_stride, int64_t rows) {
+FLASH_STAGE void accumulate_columns(const Real* tile, int64_t tile_stride, const Real* natural, int64_t natural_stride,
+                                    int64_t lanes, Real* sum, int64_t sum_stride, int64_t rows) {
   by_rows<kStart>(0, rows, [&](auto count, int64_t row) FLASH_LAMBDA {
     constexpr int R = decltype(count)::value;
     Vector<Real> acc[R][NV];
@@ -152,11 +153,11 @@ inline void accumulate_rows(const Real* tile, int64_t tile_stride, const Real* n
   constexpr int kWide = 2 * kWidth<Real>;
   int64_t d = 0;
   for (; d + kWide <= dim; d += kWide)
-    accumulate_columns<Real, 2, kRegisters == 32 ? 8 : 6>(tile, tile_stride, natural + d, natural_stride, lanes, sum + d, sum_stride,
-                                                          rows);
+    accumulate_columns<Real, 2, kRegisters == 32 ? 8 : 6>(tile, tile_stride, natural + d, natural_stride, lanes, sum + d,
+                                                          sum_stride, rows);
   if (d < dim)
-    accumulate_columns<Real, 1, kRegisters == 32 ? 16 : 12>(tile, tile_stride, natural + d, natural_stride, lanes, sum + d, sum_stride,
-                                                            rows);
+    accumulate_columns<Real, 1, kRegisters == 32 ? 16 : 12>(tile, tile_stride, natural + d, natural_stride, lanes, sum + d,
+                                                            sum_stride, rows);
 }
 
 // ---- moves --------------------------------------------------------------------------------------------------------------------

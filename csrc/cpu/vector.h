@@ -204,7 +204,8 @@ template <class Real>
 struct Exp2;
 template <>
 struct Exp2<float> {
-  static constexpr float kLowest = -127, kHighest = 128, kMagic = 0x1.8p23f + 127;  // adding kMagic rounds to an integer in the low bits
+  static constexpr float kLowest = -127, kHighest = 128,
+                         kMagic = 0x1.8p23f + 127;  // adding kMagic rounds to an integer in the low bits
   static constexpr int kMantissa = 23;
   // 2^f - 1 over f for |f| <= 1/2, minimax with the constant of 2^f pinned to 1: 2^0 is exactly 1.
   static constexpr float kTerms[] = {0x1.5bba14p-10f, 0x1.3cea88p-7f, 0x1.c6b752p-5f, 0x1.ebf9bcp-3f, 0x1.62e42ap-1f};
@@ -215,10 +216,9 @@ struct Exp2<double> {
   static constexpr int kMantissa = 52;
   // Taylor series: the next term is below 2^-57.
   static constexpr double kTerms[] = {
-      0x1.816193166d0f9p-40, 0x1.c3bd650fc2986p-36, 0x1.e8cac7351bb25p-32, 0x1.e4cf5158b8ecap-28,
-      0x1.b5253d395e7c4p-24, 0x1.62c0223a5c824p-20, 0x1.ffcbfc588b0c7p-17, 0x1.430912f86c787p-13,
-      0x1.5d87fe78a6731p-10, 0x1.3b2ab6fba4e77p-7, 0x1.c6b08d704a0c0p-5, 0x1.ebfbdff82c58fp-3,
-      0x1.62e42fefa39efp-1};
+      0x1.816193166d0f9p-40, 0x1.c3bd650fc2986p-36, 0x1.e8cac7351bb25p-32, 0x1.e4cf5158b8ecap-28, 0x1.b5253d395e7c4p-24,
+      0x1.62c0223a5c824p-20, 0x1.ffcbfc588b0c7p-17, 0x1.430912f86c787p-13, 0x1.5d87fe78a6731p-10, 0x1.3b2ab6fba4e77p-7,
+      0x1.c6b08d704a0c0p-5,  0x1.ebfbdff82c58fp-3,  0x1.62e42fefa39efp-1};
 };
 
 // x = 2^(x * c), c > 0. 0 where x * c < -127 (the subnormal numbers too), NaN where x is. lowest: lowest_of(c). x * c <= 128.

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const uint64_t* seed, double p, int64_t count, int64_t rows,
-                                                                int64_t keys, uint8_t* keep) {
+__global__ void __launch_bounds__(kThreads)
+    dropout_mask_kernel(const uint64_t* seed, double p, int64_t count, int64_t rows, int64_t keys, uint8_t* keep) {
   const problem::Dropout dropout = problem::dropout(seed, p);
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step)

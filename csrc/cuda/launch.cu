@@ -24,7 +24,7 @@ Error failure(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
   char what[160];
   std::snprintf(what, sizeof what, "flash.attention: the %s kernel for head dims up to %d (%d rows x %d keys, %lld blocks)",
-                plan.family == problem::Family::kSm90          ? "sm90 forward"
+                plan.family == problem::Family::kSm90   ? "sm90 forward"
                 : plan.direction == Direction::kForward ? "sm80 forward"
                                                         : "sm80 backward",
                 plan.head_dim, plan.tile_rows, plan.tile_keys, static_cast<long long>(plan.blocks));

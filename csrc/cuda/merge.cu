@@ -41,8 +41,9 @@ __device__ __forceinline__ Real weigh(Real weight, Real x) {
 }
 
 template <class Element, class Real>
-__global__ void __launch_bounds__(kThreads) merge_kernel(int64_t count, int64_t value_dim, const Element* out_a, const Real* lse_a,
-                                                         const Element* out_b, const Real* lse_b, Element* out, Real* lse) {
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(int64_t count, int64_t value_dim, const Element* out_a, const Real* lse_a, const Element* out_b,
+                 const Real* lse_b, Element* out, Real* lse) {
   const int lane = threadIdx.x % 32;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < count; row += int64_t{gridDim.x} * kWarps) {
     const problem::Merge<Real> weight = problem::merge(lse_a[row], lse_b[row]);
@@ -54,8 +55,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(int64_t count, int64_t 
 
 // A warp takes 32 columns of one row through all its parts. Columns are split over warps because rows are few when keys are split.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const Problem p, int splits, const float* part_out, const float* part_lse,
-                                                           int64_t lse_count) {
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const Problem p, int splits, const float* part_out, const float* part_lse, int64_t lse_count) {
   const int lane = threadIdx.x % 32;
   const int64_t slices = (p.value_dim + 31) / 32, tasks = p.batch * p.heads * p.rows * slices;
   for (int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; task < tasks; task += int64_t{gridDim.x} * kWarps) {
@@ -96,8 +97,8 @@ cudaError_t launch_combine(const Problem& p, int splits, const void* workspace, 
   const int64_t lse_count = p.packed() ? p.heads * p.total_rows : p.batch * p.heads * p.rows;
   const float* out = static_cast<const float*>(workspace);
   const int64_t tasks = p.batch * p.heads * p.rows * ((p.value_dim + 31) / 32);
-  combine_kernel<Element><<<blocks_for(tasks, kWarps), kThreads, 0, stream>>>(
-      p, splits, out, out + splits * lse_count * p.value_dim, lse_count);
+  combine_kernel<Element>
+      <<<blocks_for(tasks, kWarps), kThreads, 0, stream>>>(p, splits, out, out + splits * lse_count * p.value_dim, lse_count);
   return cudaGetLastError();
 }
 

@@ -58,8 +58,8 @@ struct Prepared {
   Prepared(Call& call, const Gradients* gradients) {
     const problem::Device device = properties(call.query);
     plan = problem::plan(call.problem, gradients, device, choice_of_environment());
-    TORCH_CHECK(plan.family != problem::Family::kNone, "flash.attention: ",
-                problem::describe(call.problem, gradients, device, plan));
+    TORCH_CHECK(plan.family != problem::Family::kNone,
+                "flash.attention: ", problem::describe(call.problem, gradients, device, plan));
     if (plan.copies != 0) copy_operands(call, plan);
     if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, call.query.options().dtype(at::kByte));
   }

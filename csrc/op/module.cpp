@@ -19,5 +19,6 @@ PYBIND11_MODULE(_C, m) {
         info["commit"] = flash::build::kCommit;
         return info;
       },
-      "version, torch (that it was built for), cuda (of nvcc; '' = CPU only), archs, compiler, commit ('' = not from a clone): all str.");
+      "version, torch (that it was built for), cuda (of nvcc; '' = CPU only), archs, compiler, commit ('' = not from a clone): "
+      "all str.");
 }

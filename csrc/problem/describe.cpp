@@ -24,12 +24,18 @@ using Long = long long;  // what %lld takes
 
 const char* name(DType type) {
   switch (type) {
-    case DType::kBool: return "bool";
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat32: return "float32";
-    case DType::kFloat64: return "float64";
-    case DType::kNone: break;
+    case DType::kBool:
+      return "bool";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kNone:
+      break;
   }
   return "none";
 }
@@ -39,11 +45,11 @@ const char* name(Direction direction) { return direction == Direction::kForward 
 // What keeps one operand from 16-byte loads; nothing where nothing does.
 void describe_width(std::string& text, const char* operand, const Array& array, int64_t dim, int64_t bytes, bool copied) {
   const auto multiple = [&](int64_t elements) { return elements * bytes % 16 == 0; };
-  const char* reason = !multiple(dim)                                    ? "a row is not a multiple of 16 bytes long"
-                       : reinterpret_cast<uintptr_t>(array.data) % 16 != 0 ? "its first element is not at a multiple of 16 bytes"
-                       : !(multiple(array.row) && multiple(array.head) && multiple(array.batch))
-                           ? "its strides are not multiples of 16 bytes"
-                           : nullptr;
+  const char* reason =
+      !multiple(dim)                                      ? "a row is not a multiple of 16 bytes long"
+      : reinterpret_cast<uintptr_t>(array.data) % 16 != 0 ? "its first element is not at a multiple of 16 bytes"
+      : !(multiple(array.row) && multiple(array.head) && multiple(array.batch)) ? "its strides are not multiples of 16 bytes"
+                                                                                : nullptr;
   if (reason == nullptr) return;
   line(text, copied ? "%s is copied to aligned rows first: %s." : "%s is read by narrower loads: %s.", operand, reason);
 }
@@ -63,8 +69,9 @@ const char* arithmetic(const Problem& p, const Plan& plan) {
   const bool scalar = forward ? cuda::kForwardTiles[plan.variant].body == cuda::Body::kFma
                               : cuda::kBackwardTiles[plan.variant].body == cuda::BackwardBody::kScalar;
   if (scalar)
-    return p.fp64() ? "Products are plain arithmetic: the kernels have no fp64 tensor core path."
-                    : "Products are plain arithmetic, right but slow: no tensor core instance takes this dtype, head dim and GPU.";
+    return p.fp64()
+               ? "Products are plain arithmetic: the kernels have no fp64 tensor core path."
+               : "Products are plain arithmetic, right but slow: no tensor core instance takes this dtype, head dim and GPU.";
   if (p.dtype != DType::kFloat32) return "Products run on tensor cores (mma.sync) and are summed in fp32.";
   return p.tf32 ? "Products run on tensor cores, rounded to TF32 as torch's fp32 precision setting allows."
                 : "Products run on tensor cores, three TF32 terms each: fp32 accuracy.";
@@ -74,9 +81,10 @@ std::string describe_cpu(const Problem& p, const Device& device, const Plan& pla
   std::string text;
   line(text, "The %s pass runs on the CPU in %s, with %s instructions on %d threads.", name(plan.direction), name(p.dtype),
        device.instruction_set, device.threads);
-  line(text, plan.direction == Direction::kForward
-                 ? "A task takes a tile of query rows; where rows are few the keys are split, by sizes alone, with a small workspace."
-                 : "A task takes tiles of query rows and keys; a workspace holds the sums of the gradients of its keys.");
+  line(text,
+       plan.direction == Direction::kForward
+           ? "A task takes a tile of query rows; where rows are few the keys are split, by sizes alone, with a small workspace."
+           : "A task takes tiles of query rows and keys; a workspace holds the sums of the gradients of its keys.");
   return text;
 }
 
@@ -89,7 +97,8 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
     line(text, "query has head_dim %lld and value %lld, the CUDA kernels take at most %d: use device='cpu'.", Long{p.head_dim},
          Long{p.value_dim}, cuda::kForwardTiles[cuda::kForwardVariants - 1].bucket);
   if (plan.refused & kRefusedSharedMemory)
-    line(text, "head_dim %lld in %s needs more shared memory than the %lld bytes a block of this GPU (compute capability %d.%d) has.",
+    line(text,
+         "head_dim %lld in %s needs more shared memory than the %lld bytes a block of this GPU (compute capability %d.%d) has.",
          Long{p.head_dim}, name(p.dtype), Long{device.shared_memory}, device.major, device.minor);
   if (plan.refused & kRefusedGrid)
     line(text, "batch %lld x heads %lld needs %lld blocks, one launch has at most 2147483647: split the batch.", Long{p.batch},
@@ -97,7 +106,7 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
   if (plan.refused & kRefusedForced)
     line(text, "FLASH_ATTN_EXT_KERNEL=sm90 forces the Hopper kernels, which cannot run here: %s. Unset it, or set it to sm80.",
          device.sm90 && sm90::forward_refusal(p) != nullptr ? sm90::forward_refusal(p)
-                                                             : "they need compute capability 9.0 and a build for it");
+                                                            : "they need compute capability 9.0 and a build for it");
   return text;
 }
 
@@ -123,20 +132,23 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
   if (plan.family == Family::kSm90) return describe_sm90(p, device, plan);
   std::string text;
   line(text, "The %s pass runs the sm80 kernels in %s: the %s instance for %s.", name(plan.direction), name(p.dtype),
-       plan.plain ? "plain" : "general", plan.head_dim == 0 ? "any head dim" : ("head dims up to " + std::to_string(plan.head_dim)).c_str());
+       plan.plain ? "plain" : "general",
+       plan.head_dim == 0 ? "any head dim" : ("head dims up to " + std::to_string(plan.head_dim)).c_str());
   line(text, "%s", arithmetic(p, plan));
   line(text, "A block takes tiles of %d rows x %d keys (variant %d).", plan.tile_rows, plan.tile_keys, plan.variant);
   line(text, "%lld blocks run on %d multiprocessors.", Long{plan.blocks}, device.multiprocessors);
   if (plan.splits > 1) {
-    line(text, "The rows are too few to fill the GPU: the keys are split into %d parts, added up by a second kernel.", plan.splits);
+    line(text, "The rows are too few to fill the GPU: the keys are split into %d parts, added up by a second kernel.",
+         plan.splits);
   } else {
     line(text, "The keys are not split.");
   }
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
   if (g != nullptr && g->dquery.data != nullptr)
-    line(text, g->deterministic || plan.head_dim == 0
-                   ? "dquery is computed by blocks of its own: every run gives the same bits."
-                   : "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).");
+    line(text,
+         g->deterministic || plan.head_dim == 0
+             ? "dquery is computed by blocks of its own: every run gives the same bits."
+             : "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).");
   describe_widths(text, p, g, plan);
   if (plan.refused & kRefusedSm90) line(text, "The faster sm90 kernels are not used: %s.", sm90::forward_refusal(p));
   if (plan.refused & kRefusedSplit) line(text, "The sm90 kernels are not used: they cannot split the keys.");

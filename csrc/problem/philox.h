@@ -13,9 +13,9 @@ struct Philox {
 };
 
 struct Dropout {
-  uint64_t key;      // from the seed words
-  uint32_t stream;   // from the second seed word
-  uint32_t keep;     // an element stays if its 16 bits are below this: round((1 - p) * 65536)
+  uint64_t key;     // from the seed words
+  uint32_t stream;  // from the second seed word
+  uint32_t keep;    // an element stays if its 16 bits are below this: round((1 - p) * 65536)
 
   // Lane 0..31 of patch (row / 16, col / 16) of head `plane` = batch * heads + head.
   FLASH_HD Philox draw(int64_t plane, int64_t row_patch, int64_t col_patch, uint32_t lane) const {
@@ -36,9 +36,7 @@ struct Dropout {
   }
 
   // Which of a lane's 8 sixteen-bit numbers belongs to (row, col): word = column half * 2 + row half, low half for even columns.
-  static FLASH_HD uint32_t lane_of(int64_t row, int64_t col) {
-    return static_cast<uint32_t>((row & 7) * 4 + ((col & 7) >> 1));
-  }
+  static FLASH_HD uint32_t lane_of(int64_t row, int64_t col) { return static_cast<uint32_t>((row & 7) * 4 + ((col & 7) >> 1)); }
   static FLASH_HD uint32_t bits_of(const Philox& r, int64_t row, int64_t col) {
     const uint32_t left = (row & 8) ? r.word[1] : r.word[0], right = (row & 8) ? r.word[3] : r.word[2];
     const uint32_t word = (col & 8) ? right : left;  // no index: on a GPU it would put the words into memory

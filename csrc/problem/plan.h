@@ -13,9 +13,9 @@ enum class Direction : uint8_t { kForward, kBackward };
 
 struct Device {
   bool cuda = false;
-  int threads = 1;                    // CPU: threads of the pool
-  const char* instruction_set = "";   // CPU: what the kernels were chosen for
-  int major = 0, minor = 0;           // CUDA: compute capability
+  int threads = 1;                   // CPU: threads of the pool
+  const char* instruction_set = "";  // CPU: what the kernels were chosen for
+  int major = 0, minor = 0;          // CUDA: compute capability
   int multiprocessors = 0;
   int64_t shared_memory = 0;          // bytes one block may opt in to
   int64_t multiprocessor_memory = 0;  // bytes of shared memory all blocks of one multiprocessor share
@@ -42,7 +42,7 @@ enum Operand : uint32_t { kQuery = 1, kKey = 2, kValue = 4, kOutputGradient = 8 
 struct Plan {
   Family family = Family::kNone;
   Direction direction = Direction::kForward;
-  int head_dim = 0;             // bucket of the kernel instance, >= max(head_dim, value_dim); 0: any
+  int head_dim = 0;  // bucket of the kernel instance, >= max(head_dim, value_dim); 0: any
   int tile_rows = 0, tile_keys = 0;
   int variant = 0;              // row of the family's tile table
   bool plain = false;           // the instance without score modifiers

@@ -87,8 +87,8 @@ struct Case {
   bool alibi = false, sinks = false, lse_gradient = false;
   double softcap = 0, dropout = 0, scale = 0.3, spread = 1;
   std::vector<int32_t> lengths_q, lengths_k;  // packed
-  bool dead_row = false;            // the mask hides every key from row 0
-  double logit = 0;                 // size of the scores where spread and scale do not tell
+  bool dead_row = false;                      // the mask hides every key from row 0
+  double logit = 0;                           // size of the scores where spread and scale do not tell
 };
 
 // One call with all its arrays.
@@ -190,7 +190,8 @@ struct Call {
   int64_t mask_size(char dimension, int64_t full) const { return c.mask_shape.find(dimension) == std::string::npos ? 1 : full; }
 
   void make_mask() {
-    const int64_t b = mask_size('b', c.batch), h = mask_size('h', c.heads), l = mask_size('l', c.rows), k = mask_size('k', c.keys);
+    const int64_t b = mask_size('b', c.batch), h = mask_size('h', c.heads), l = mask_size('l', c.rows),
+                  k = mask_size('k', c.keys);
     p.mask.dtype = c.mask;
     const int64_t key_stride = c.mask_transposed ? l : 1, row_stride = c.mask_transposed ? 1 : k;
     p.mask.key = k > 1 ? key_stride : 0;
@@ -301,7 +302,8 @@ void check_forward(Call& call) {
     const auto r = call.row(s, h, i);
     const int64_t at = problem::lse_offset(call.p, s.batch, h, s.row + i), kv = h / (c.heads / c.kv_heads);
     written[at] = true;
-    const std::string where = " of batch " + std::to_string(s.batch) + " head " + std::to_string(h) + " row " + std::to_string(i);
+    const std::string where =
+        " of batch " + std::to_string(s.batch) + " head " + std::to_string(h) + " row " + std::to_string(i);
     expect_close(call.lse[at], r.lse, call.real, logit, 16, "lse" + where);
     for (int64_t d = 0; d < c.value_dim; ++d) {
       double want = 0, size = 0;
@@ -329,13 +331,16 @@ void check_forward(Call& call) {
 void check_backward(Call& call) {
   const Case& c = call.c;
   backward(call.p, call.g, pool(3));
-  std::vector<double> dq(call.dquery.count()), dk(call.dkey.count()), dv(call.dvalue.count()), dm(std::max<int64_t>(1, call.dmask.count()));
+  std::vector<double> dq(call.dquery.count()), dk(call.dkey.count()), dv(call.dvalue.count()),
+      dm(std::max<int64_t>(1, call.dmask.count()));
   auto sq = dq, sk = dk, sv = dv, sm = dm;  // sums of sizes
   call.each_row([&](const problem::Sequence& s, int64_t h, int64_t i) {
     const auto r = call.row(s, h, i);
     const int64_t at = problem::lse_offset(call.p, s.batch, h, s.row + i), kv = h / (c.heads / c.kv_heads);
-    const int64_t q = problem::offset(call.p.query, s.batch, h, s.row + i), o = problem::offset(call.p.out, s.batch, h, s.row + i);
-    const int64_t go = problem::offset(call.g.dout, s.batch, h, s.row + i), gq = problem::offset(call.g.dquery, s.batch, h, s.row + i);
+    const int64_t q = problem::offset(call.p.query, s.batch, h, s.row + i),
+                  o = problem::offset(call.p.out, s.batch, h, s.row + i);
+    const int64_t go = problem::offset(call.g.dout, s.batch, h, s.row + i),
+                  gq = problem::offset(call.g.dquery, s.batch, h, s.row + i);
     double delta = 0, delta_size = 0;
     for (int64_t d = 0; d < c.value_dim; ++d) {
       delta += call.out[o + d] * call.dout[go + d];
@@ -346,8 +351,10 @@ void check_backward(Call& call) {
     const double lse = call.lse[at];
     for (int64_t j = 0; j < s.keys; ++j) {
       if (r.score[j] == kNone) continue;
-      const int64_t k = problem::offset(call.p.key, s.batch, kv, s.key + j), v = problem::offset(call.p.value, s.batch, kv, s.key + j);
-      const int64_t gk = problem::offset(call.g.dkey, s.batch, kv, s.key + j), gv = problem::offset(call.g.dvalue, s.batch, kv, s.key + j);
+      const int64_t k = problem::offset(call.p.key, s.batch, kv, s.key + j),
+                    v = problem::offset(call.p.value, s.batch, kv, s.key + j);
+      const int64_t gk = problem::offset(call.g.dkey, s.batch, kv, s.key + j),
+                    gv = problem::offset(call.g.dvalue, s.batch, kv, s.key + j);
       const double probability = std::exp(r.score[j] - lse);
       double dp = 0, dp_size = 0;
       for (int64_t d = 0; d < c.value_dim; ++d) {
@@ -371,8 +378,8 @@ void check_backward(Call& call) {
     }
   });
   const double logit = logit_size(c);
-  const auto compare = [&](const Buffer& got, const Array& a, int64_t heads, int64_t rows, int64_t dim, const std::vector<double>& want,
-                           const std::vector<double>& size, const std::string& what) {
+  const auto compare = [&](const Buffer& got, const Array& a, int64_t heads, int64_t rows, int64_t dim,
+                           const std::vector<double>& want, const std::vector<double>& size, const std::string& what) {
     const bool packed = call.p.packed();
     for (int64_t b = 0; b < (packed ? 1 : c.batch); ++b)
       for (int64_t h = 0; h < heads; ++h)
@@ -380,8 +387,8 @@ void check_backward(Call& call) {
           for (int64_t d = 0; d < dim; ++d) {
             const int64_t at = problem::offset(a, b, h, i) + d;
             expect_close(got[at], want[at], call.type, size[at] * logit, 16,
-                         what + " of batch " + std::to_string(b) + " head " + std::to_string(h) + " row " + std::to_string(i) + " dim " +
-                             std::to_string(d));
+                         what + " of batch " + std::to_string(b) + " head " + std::to_string(h) + " row " + std::to_string(i) +
+                             " dim " + std::to_string(d));
             if (::testing::Test::HasFailure()) return;
           }
   };
@@ -404,9 +411,12 @@ std::vector<Case> cases() {
   };
   add("Full", [](Case&) {});
   for (int64_t dim : {1, 3, 8, 17, 32, 65, 200, 264})
-    add("Dim" + std::to_string(dim), [&](Case& c) { c.batch = 1, c.dim = dim, c.value_dim = dim == 17 ? 40 : dim == 40 ? 9 : dim; });
+    add("Dim" + std::to_string(dim), [&](Case& c) {
+      c.batch = 1, c.dim = dim, c.value_dim = dim == 17 ? 40 : dim == 40 ? 9 : dim;
+    });
   for (int64_t rows : {1, 2, 4, 5, 7, 9, 24, 25, 49, 97, 130})
-    add("Rows" + std::to_string(rows), [&](Case& c) { c.rows = rows, c.right = rows % 2 ? 0 : problem::kOpen, c.bottom_right = true; });
+    add("Rows" + std::to_string(rows),
+        [&](Case& c) { c.rows = rows, c.right = rows % 2 ? 0 : problem::kOpen, c.bottom_right = true; });
   for (int64_t keys : {1, 2, 3, 5, 31, 127, 128, 129, 257})
     add("Keys" + std::to_string(keys), [&](Case& c) { c.keys = keys, c.batch = 1; });
   add("Causal", [](Case& c) { c.right = 0, c.rows = 150, c.keys = 150; });
@@ -429,7 +439,8 @@ std::vector<Case> cases() {
   add("Softcap", [](Case& c) { c.softcap = 2.5, c.right = 0; });
   add("Alibi", [](Case& c) { c.alibi = true, c.bottom_right = true; });
   add("Sinks", [](Case& c) { c.sinks = true, c.heads = 3, c.kv_heads = 3, c.right = 0, c.rows = 70; });
-  add("SinksEmptyRows", [](Case& c) { c.sinks = true, c.right = 0, c.bottom_right = true, c.rows = 80, c.keys = 20, c.lse_gradient = true; });
+  add("SinksEmptyRows",
+      [](Case& c) { c.sinks = true, c.right = 0, c.bottom_right = true, c.rows = 80, c.keys = 20, c.lse_gradient = true; });
   add("LseGradient", [](Case& c) { c.lse_gradient = true; });
   add("Dropout", [](Case& c) { c.dropout = 0.3, c.rows = 70; });
   add("DropoutAll", [](Case& c) { c.dropout = 1; });
@@ -438,13 +449,16 @@ std::vector<Case> cases() {
   for (const char* shape : {"bhlk", "hlk", "lk", "bk", "k", "bhl", "bl", "h", ""})
     add("MaskBias_" + std::string(shape), [&](Case& c) { c.mask = DType::kFloat32, c.mask_shape = shape, c.keys = 300; });
   for (const char* shape : {"bhlk", "blk", "k"})
-    add("MaskBool_" + std::string(shape), [&](Case& c) { c.mask = DType::kBool, c.mask_shape = shape, c.rows = 60, c.dead_row = true; });
+    add("MaskBool_" + std::string(shape),
+        [&](Case& c) { c.mask = DType::kBool, c.mask_shape = shape, c.rows = 60, c.dead_row = true; });
   add("MaskTransposed", [](Case& c) { c.mask = DType::kFloat32, c.mask_transposed = true, c.mask_shape = "bhlk"; });
   add("MaskFew", [](Case& c) { c.mask = DType::kBool, c.mask_shape = "bk", c.rows = 1; });
-  add("MaskGroupsCausal", [](Case& c) { c.mask = DType::kFloat32, c.mask_shape = "hlk", c.heads = 4, c.right = 0, c.dead_row = true; });
+  add("MaskGroupsCausal",
+      [](Case& c) { c.mask = DType::kFloat32, c.mask_shape = "hlk", c.heads = 4, c.right = 0, c.dead_row = true; });
   add("Everything", [](Case& c) {
     c.mask = DType::kFloat32, c.mask_shape = "hlk", c.heads = 4, c.left = 60, c.right = 3, c.bottom_right = true, c.softcap = 5;
-    c.alibi = true, c.sinks = true, c.dropout = 0.15, c.lse_gradient = true, c.rows = 75, c.keys = 140, c.dim = 20, c.value_dim = 28;
+    c.alibi = true, c.sinks = true, c.dropout = 0.15, c.lse_gradient = true, c.rows = 75, c.keys = 140, c.dim = 20,
+    c.value_dim = 28;
     c.layout = Layout::kPadded;
   });
   add("Packed", [](Case& c) { c.lengths_q = {5, 0, 40, 1, 130}, c.lengths_k = {9, 3, 40, 0, 77}, c.heads = 4, c.right = 0; });
@@ -472,7 +486,10 @@ TEST_P(Attention, MatchesReference) {
 }
 
 std::string type_name(DType type) {
-  return type == DType::kFloat64 ? "Float64" : type == DType::kFloat32 ? "Float32" : type == DType::kFloat16 ? "Float16" : "BFloat16";
+  return type == DType::kFloat64   ? "Float64"
+         : type == DType::kFloat32 ? "Float32"
+         : type == DType::kFloat16 ? "Float16"
+                                   : "BFloat16";
 }
 
 std::vector<Instance> instances() {
@@ -579,7 +596,8 @@ TEST(Merge, IsTheWhole) {
   second.p.value.data = static_cast<float*>(second.p.value.data) + 24 * second.p.value.row;
   for (Call* call : {&whole, &first, &second}) forward(call->p, pool(1));
   Buffer out(DType::kFloat32, 20 * 9), lse(DType::kFloat32, 20);
-  merge(DType::kFloat32, 20, 9, first.out.data(), first.lse.data(), second.out.data(), second.lse.data(), out.data(), lse.data(), pool(2));
+  merge(DType::kFloat32, 20, 9, first.out.data(), first.lse.data(), second.out.data(), second.lse.data(), out.data(),
+        lse.data(), pool(2));
   for (int64_t i = 0; i < 20 * 9; ++i) EXPECT_NEAR(out[i], whole.out[i], 1e-6);
   for (int64_t i = 0; i < 20; ++i) EXPECT_NEAR(lse[i], whole.lse[i], 1e-6);
 }

@@ -35,9 +35,9 @@ TEST(Philox, DrawsAreThatGeneratorWithSevenRounds) {
       for (int64_t col : {0, 5, 40000})
         for (uint32_t lane : {0u, 13u, 31u}) {
           const Philox got = d.draw(plane, row, col, lane);
-          const auto want = philox({static_cast<uint32_t>(col) * 32 + lane, static_cast<uint32_t>(row),
-                                    static_cast<uint32_t>(plane), d.stream},
-                                   {static_cast<uint32_t>(d.key), static_cast<uint32_t>(d.key >> 32)}, 7);
+          const auto want = philox(
+              {static_cast<uint32_t>(col) * 32 + lane, static_cast<uint32_t>(row), static_cast<uint32_t>(plane), d.stream},
+              {static_cast<uint32_t>(d.key), static_cast<uint32_t>(d.key >> 32)}, 7);
           for (int i = 0; i < 4; ++i) EXPECT_EQ(got.word[i], want[i]);
         }
 }

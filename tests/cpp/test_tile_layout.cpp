@@ -11,8 +11,8 @@ namespace {
 
 template <class Layout>
 class TileLayout : public testing::Test {};
-using Layouts = testing::Types<Swizzled<32>, Swizzled<64>, Swizzled<96>, Swizzled<128>, Swizzled<192>, Swizzled<256>, Swizzled<512>,
-                               Padded<64>, Padded<128>, Padded<256>>;
+using Layouts = testing::Types<Swizzled<32>, Swizzled<64>, Swizzled<96>, Swizzled<128>, Swizzled<192>, Swizzled<256>,
+                               Swizzled<512>, Padded<64>, Padded<128>, Padded<256>>;
 TYPED_TEST_SUITE(TileLayout, Layouts);
 
 constexpr int kRows = 64;

@@ -69,7 +69,8 @@ struct RowState {
       for (int j = 0; j < kJ; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          rScore[i][j][e] = __fsub_rn(__fmul_rn(rScore[i][j][e], log2_scale), problem::Softmax<float>::reference(max[i][e / 2]));
+          rScore[i][j][e] =
+              __fsub_rn(__fmul_rn(rScore[i][j][e], log2_scale), problem::Softmax<float>::reference(max[i][e / 2]));
   }
 
   __device__ __forceinline__ bool any_large() const {

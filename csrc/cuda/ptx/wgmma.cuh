@@ -34,14 +34,15 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
 #define FLASH_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define FLASH_NAMES_32 FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) "%30,%31"
 #define FLASH_NAMES_64 FLASH_TEN() FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) "%60,%61,%62,%63"
-#define FLASH_NAMES_96                                                                       \
-  FLASH_TEN()                                                                                \
-  FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) \
-      FLASH_TEN(8) "%90,%91,%92,%93,%94,%95"
-#define FLASH_NAMES_128                                                                                                \
-  FLASH_TEN()                                                                                                          \
-  FLASH_TEN(1) FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) FLASH_TEN(9) \
-      FLASH_TEN(10) FLASH_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127"
+#define FLASH_NAMES_96 \
+  FLASH_TEN()          \
+  FLASH_TEN(1)         \
+  FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) "%90,%91,%92,%93,%94,%95"
+#define FLASH_NAMES_128                                                                                                 \
+  FLASH_TEN()                                                                                                           \
+  FLASH_TEN(1)                                                                                                          \
+  FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) FLASH_TEN(9) FLASH_TEN(10) \
+      FLASH_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127"
 #define FLASH_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASH_D32(i) FLASH_D8(i), FLASH_D8(i + 8), FLASH_D8(i + 16), FLASH_D8(i + 24)

@@ -1,10 +1,9 @@
 // sm90/counters.cu: see counters.h.
-#include "cuda/sm90/counters.h"
-
 #include <map>
 #include <mutex>
 #include <utility>
 
+#include "cuda/sm90/counters.h"
 #include "cuda/sm90/tiles.h"
 
 namespace flash::sm90 {

@@ -1,9 +1,8 @@
 // sm90/forward.cu: a plan becomes arguments and one launch. The kernels are in instances/.
-#include "cuda/sm90/forward.h"
-
 #include <algorithm>
 
 #include "cuda/sm90/counters.h"
+#include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "problem/softmax.h"
@@ -60,7 +59,8 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   const bool uneven = !p.packed() && p.right < problem::kOpen;  // packed sequences are ordered one by one
   const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
   arguments.section =
-      uneven ? static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 1, arguments.planes)) : 0;
+      uneven ? static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 1, arguments.planes))
+             : 0;
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)

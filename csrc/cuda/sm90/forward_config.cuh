@@ -11,18 +11,19 @@ template <class T_, int kVariant, bool kCapped_>
 struct ForwardConfig {
   using T = T_;
   static constexpr ForwardTile kTile = kForwardTiles[kVariant];
-  static constexpr bool kCapped = kCapped_;             // softcap: an instance of its own, so that the others carry no branch
+  static constexpr bool kCapped = kCapped_;  // softcap: an instance of its own, so that the others carry no branch
   static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
-  static constexpr int kGroups = kTile.warpgroups;      // consumer warpgroups, 64 rows each
+  static constexpr int kGroups = kTile.warpgroups;  // consumer warpgroups, 64 rows each
   static constexpr int kRows = 64 * kGroups, kKeys = kTile.keys;
-  static constexpr int kStages = kTile.stages;          // of K and of V
-  static constexpr int kQueries = kTile.queries;        // buffers of Q
-  static constexpr int kOutputs = kTile.outputs;        // staging panels of O per warp
-  static constexpr bool kTurns = kTile.turns;           // ping-pong: warpgroups take turns at issuing products
-  static constexpr bool kHalves = kTile.halves;         // half of the exponentials before P V of the block before is waited for
+  static constexpr int kStages = kTile.stages;    // of K and of V
+  static constexpr int kQueries = kTile.queries;  // buffers of Q
+  static constexpr int kOutputs = kTile.outputs;  // staging panels of O per warp
+  static constexpr bool kTurns = kTile.turns;     // ping-pong: warpgroups take turns at issuing products
+  static constexpr bool kHalves = kTile.halves;   // half of the exponentials before P V of the block before is waited for
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
-  static constexpr bool kEarly = kQueries > 1;          // announce the next tile after the first blocks of this one: its Q needs a buffer
+  static constexpr bool kEarly =
+      kQueries > 1;  // announce the next tile after the first blocks of this one: its Q needs a buffer
 
   // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle.
   static constexpr uint32_t kQueryBytes = kRows * kDim * 2, kKeyBytes = kKeys * kDim * 2;
@@ -31,7 +32,7 @@ struct ForwardConfig {
   static constexpr uint32_t kKeyAt = kQueryAt + kQueries * kQueryBytes;
   static constexpr uint32_t kValueAt = kKeyAt + kStages * kKeyBytes;
   static constexpr uint32_t kOutputAt = kValueAt + kStages * kKeyBytes;
-  static constexpr int kSlots = 3;                      // of announced tiles: stored, computed, next
+  static constexpr int kSlots = 3;  // of announced tiles: stored, computed, next
   static constexpr uint32_t kWorkBytes = 64;
   static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
   // Tiles whose row sums overflowed: a count, then their indices. Once one is noted, later tiles are announced safe; those already

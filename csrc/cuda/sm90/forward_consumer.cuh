@@ -26,9 +26,9 @@ struct Consumer {
   Ring<C::kQueries> query;
   Ring<C::kStages> key, value;
   Ring<C::kSlots> slot;
-  float score[C::kKeys / 2];                  // [64, keys]: S, then P
-  uint32_t probability[C::kKeys / 16][4];     // P as A operands
-  float output[C::kDim / 2];                  // [64, dim]
+  float score[C::kKeys / 2];               // [64, keys]: S, then P
+  uint32_t probability[C::kKeys / 16][4];  // P as A operands
+  float output[C::kDim / 2];               // [64, dim]
   Rows state;
 
   __device__ __forceinline__ Consumer(const ForwardArguments& p, uint32_t base, Barriers<C> barriers, int group)
@@ -123,7 +123,8 @@ struct Consumer {
   __device__ __forceinline__ void mask_block(const Tile& tile, int block) {
     const int row = ptx::load_shared_volatile(tile.slot.row());
     const uint4 sequence = ptx::load_shared_16(tile.slot.sequence());
-    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), diagonal = p.bottom_right ? keys - rows : 0;
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y),
+              diagonal = p.bottom_right ? keys - rows : 0;
     mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys);
   }
 
@@ -187,7 +188,7 @@ struct Consumer {
     const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
     const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
-    const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;                         // that row has seen key full_end * kKeys
+    const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key full_end * kKeys
     const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
     const int quick_end = max(full_begin, first);
@@ -210,7 +211,8 @@ struct Consumer {
 
   // O / l and lse of a finished tile; each warp stores its own 16 rows.
   __device__ __forceinline__ void store(const Tile& tile, Rows rows) {
-    const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence()), fate = ptx::load_shared_16(tile.slot.fate());
+    const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence()),
+                fate = ptx::load_shared_16(tile.slot.fate());
     release_work(tile);
     const int row = static_cast<int>(place.x) + group * 64 + warp * 16, head = static_cast<int>(place.y);
     const int map_row = static_cast<int>(sequence.z) + row, map_sequence = static_cast<int>(sequence.w);
@@ -248,9 +250,10 @@ struct Consumer {
       for (int j = 0; j < 4; ++j) {  // 16 rows x 16 columns
         const float* o = output + panel * 32 + j * 8;
         const uint32_t chunk = (2 * j + lane / 16) ^ (lane & 7);
-        ptx::store_matrices(to + (lane & 15) * 128 + chunk * 16,
-                            {ptx::pack(o[0] * scale[0], o[1] * scale[0], T()), ptx::pack(o[2] * scale[1], o[3] * scale[1], T()),
-                             ptx::pack(o[4] * scale[0], o[5] * scale[0], T()), ptx::pack(o[6] * scale[1], o[7] * scale[1], T())});
+        ptx::store_matrices(
+            to + (lane & 15) * 128 + chunk * 16,
+            {ptx::pack(o[0] * scale[0], o[1] * scale[0], T()), ptx::pack(o[2] * scale[1], o[3] * scale[1], T()),
+             ptx::pack(o[4] * scale[0], o[5] * scale[0], T()), ptx::pack(o[6] * scale[1], o[7] * scale[1], T())});
       }
       ptx::fence_async_proxy();
       __syncwarp();

@@ -18,14 +18,22 @@ template <class T>
 cudaError_t launch_forward(int variant, bool capped, const ForwardArguments& arguments, unsigned blocks, cudaStream_t stream) {
   static_assert(kForwardVariants == 4);
   switch (variant * 2 + capped) {
-    case 0: return launch_forward<T, 0, false>(arguments, blocks, stream);
-    case 1: return launch_forward<T, 0, true>(arguments, blocks, stream);
-    case 2: return launch_forward<T, 1, false>(arguments, blocks, stream);
-    case 3: return launch_forward<T, 1, true>(arguments, blocks, stream);
-    case 4: return launch_forward<T, 2, false>(arguments, blocks, stream);
-    case 5: return launch_forward<T, 2, true>(arguments, blocks, stream);
-    case 6: return launch_forward<T, 3, false>(arguments, blocks, stream);
-    case 7: return launch_forward<T, 3, true>(arguments, blocks, stream);
+    case 0:
+      return launch_forward<T, 0, false>(arguments, blocks, stream);
+    case 1:
+      return launch_forward<T, 0, true>(arguments, blocks, stream);
+    case 2:
+      return launch_forward<T, 1, false>(arguments, blocks, stream);
+    case 3:
+      return launch_forward<T, 1, true>(arguments, blocks, stream);
+    case 4:
+      return launch_forward<T, 2, false>(arguments, blocks, stream);
+    case 5:
+      return launch_forward<T, 2, true>(arguments, blocks, stream);
+    case 6:
+      return launch_forward<T, 3, false>(arguments, blocks, stream);
+    case 7:
+      return launch_forward<T, 3, true>(arguments, blocks, stream);
   }
   return cudaErrorInvalidValue;
 }

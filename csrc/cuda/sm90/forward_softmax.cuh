@@ -21,7 +21,8 @@ __device__ __forceinline__ void row_max(const float (&score)[kScores], float (&m
       bits[r][h] = max(__float_as_int(score[4 * h + 2 * r]), __float_as_int(score[4 * h + 2 * r + 1]));
 #pragma unroll
     for (int i = 2; i < kScores / 4; ++i)
-      bits[r][i & 1] = __vimax3_s32(bits[r][i & 1], __float_as_int(score[4 * i + 2 * r]), __float_as_int(score[4 * i + 2 * r + 1]));
+      bits[r][i & 1] =
+          __vimax3_s32(bits[r][i & 1], __float_as_int(score[4 * i + 2 * r]), __float_as_int(score[4 * i + 2 * r + 1]));
     bits[r][0] = max(bits[r][0], bits[r][1]);
   }
   // A positive NaN is the largest integer: it takes the slow branch too, where fmaxf passes over it.

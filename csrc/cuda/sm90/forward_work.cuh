@@ -21,20 +21,20 @@ struct ForwardArguments {
   CUtensorMap query, key, value, out;  // of the boxes [rows, 64], [keys, 64], [keys, 64], [16, 64]
   float* lse;                          // [batch, heads, rows], packed [heads, total]; may be null
   int64_t lse_batch, lse_head;
-  const float* sinks;                  // [heads] or null
+  const float* sinks;  // [heads] or null
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
   int total_rows, total_keys;
-  int batch, heads, group;             // group: query heads per kv head
+  int batch, heads, group;  // group: query heads per kv head
   int rows, keys;
-  int left, right;                     // row i sees keys [i + diagonal - left, i + diagonal + right]; open ends are 2^29
+  int left, right;  // row i sees keys [i + diagonal - left, i + diagonal + right]; open ends are 2^29
   bool bottom_right;
-  float scale_log2;                    // score * scale_log2 is the exponent; score is q.k, or tanh(q.k * cap_scale) when capped
+  float scale_log2;  // score * scale_log2 is the exponent; score is q.k, or tanh(q.k * cap_scale) when capped
   float cap_scale;
-  int row_tiles;                       // tiles per head: dense per (batch, head), packed all slots of a head
-  int tiles;                           // row_tiles * planes
-  int planes;                          // dense batch * heads, packed heads
-  int section;                         // planes handed out together, so that their K and V stay in L2; 0: one plane after the other
-  unsigned* counter;                   // next tile, finished blocks: zero on entry and on exit
+  int row_tiles;      // tiles per head: dense per (batch, head), packed all slots of a head
+  int tiles;          // row_tiles * planes
+  int planes;         // dense batch * heads, packed heads
+  int section;        // planes handed out together, so that their K and V stay in L2; 0: one plane after the other
+  unsigned* counter;  // next tile, finished blocks: zero on entry and on exit
 };
 
 enum class Kind : int { kTile, kDrain, kEnd };  // kDrain: finish what was begun, then more may come
@@ -43,10 +43,16 @@ enum class Kind : int { kTile, kDrain, kEnd };  // kDrain: finish what was begun
 // last >= first always.
 struct Slot {
   uint32_t at;
-  __device__ __forceinline__ uint32_t place() const { return at; }          // row (first of the tile), head, first, last
-  __device__ __forceinline__ uint32_t sequence() const { return at + 16; }  // rows, keys; row 0 of the sequence in out's map: row, sequence
-  __device__ __forceinline__ uint32_t fate() const { return at + 32; }      // index of the tile, Kind, whether to follow every maximum
-  __device__ __forceinline__ uint32_t source() const { return at + 48; }    // kv head; row 0 of the keys in the maps: row, sequence, wrap
+  __device__ __forceinline__ uint32_t place() const { return at; }  // row (first of the tile), head, first, last
+  __device__ __forceinline__ uint32_t sequence() const {
+    return at + 16;
+  }  // rows, keys; row 0 of the sequence in out's map: row, sequence
+  __device__ __forceinline__ uint32_t fate() const {
+    return at + 32;
+  }  // index of the tile, Kind, whether to follow every maximum
+  __device__ __forceinline__ uint32_t source() const {
+    return at + 48;
+  }  // kv head; row 0 of the keys in the maps: row, sequence, wrap
   __device__ __forceinline__ uint32_t row() const { return at; }
   __device__ __forceinline__ uint32_t last() const { return at + 12; }
   __device__ __forceinline__ uint32_t kind() const { return at + 36; }

@@ -1,9 +1,8 @@
 // sm90/tensor_map.cu: see tensor_map.h.
-#include "cuda/sm90/tensor_map.h"
-
 #include <cudaTypedefs.h>
 
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 namespace flash::sm90 {
 namespace {
@@ -13,7 +12,8 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   static const auto found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess
                ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function)
                : nullptr;
@@ -23,12 +23,14 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 
 }  // namespace
 
-cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows, int64_t heads,
-                   int64_t batch, bool packed, int box_rows) {
+cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows,
+                   int64_t heads, int64_t batch, bool packed, int box_rows) {
   const auto encode_tiled = encoder();
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
   const int64_t bytes = problem::size_of(dtype), row = array.row * bytes;
-  const auto stride = [&](int64_t elements, int64_t count) { return static_cast<cuuint64_t>(count > 1 ? elements * bytes : 16); };
+  const auto stride = [&](int64_t elements, int64_t count) {
+    return static_cast<cuuint64_t>(count > 1 ? elements * bytes : 16);
+  };
   cuuint64_t sizes[5] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(heads),
                          static_cast<cuuint64_t>(batch), 1};
   cuuint64_t strides[4] = {static_cast<cuuint64_t>(row), stride(array.head, heads), stride(array.batch, batch), 16};
@@ -42,8 +44,8 @@ cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
   const auto type = dtype == problem::DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      encode_tiled(map, type, 5, array.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode_tiled(map, type, 5, array.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -9,7 +9,7 @@ namespace flash::sm90 {
 
 // The map {dim, row, head, sequence, wrap} of an array (see forward_work.cuh) with boxes of 64 columns x box_rows rows, 128-byte
 // swizzle, zeros outside. packed: [total, heads, dim] with sequences found by wrapping addresses.
-cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows, int64_t heads,
-                   int64_t batch, bool packed, int box_rows);
+cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows,
+                   int64_t heads, int64_t batch, bool packed, int box_rows);
 
 }  // namespace flash::sm90

@@ -8,23 +8,23 @@
 namespace flash::sm90 {
 
 struct ForwardTile {
-  int bucket;       // largest head_dim and value_dim; smaller ones are padded by TMA with zeros
-  int warpgroups;   // consumers, 64 query rows each
-  int keys;         // of a step
-  int stages;       // buffers of K and of V
-  int queries;      // buffers of Q: 2 let the next tile be announced early
-  int outputs;      // staging panels of O per warp
-  bool turns;       // ping-pong: warpgroups take turns at issuing products
-  bool halves;      // half of the exponentials run while P V of the block before does
+  int bucket;      // largest head_dim and value_dim; smaller ones are padded by TMA with zeros
+  int warpgroups;  // consumers, 64 query rows each
+  int keys;        // of a step
+  int stages;      // buffers of K and of V
+  int queries;     // buffers of Q: 2 let the next tile be announced early
+  int outputs;     // staging panels of O per warp
+  bool turns;      // ping-pong: warpgroups take turns at issuing products
+  bool halves;     // half of the exponentials run while P V of the block before does
   int producer_registers, consumer_registers;
 };
 
 // Measured on an H200, 16k tokens, heads * dim = 2048.
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 2, 128, 4, 2, 1, true, false, 56, 224},   // 0: causal up to 1k keys: smaller tiles fill the tail better, +13 % at 512
-    {64, 3, 128, 4, 2, 1, true, false, 32, 160},   // 1: a third warpgroup covers the exponentials, which bind at this dim
-    {128, 2, 128, 2, 2, 2, true, true, 56, 224},   // 2: 225 KB
-    {256, 2, 64, 2, 1, 1, false, true, 24, 240},   // 3: 209 KB; a second Q does not fit
+    {64, 2, 128, 4, 2, 1, true, false, 56, 224},  // 0: causal up to 1k keys: smaller tiles fill the tail better, +13 % at 512
+    {64, 3, 128, 4, 2, 1, true, false, 32, 160},  // 1: a third warpgroup covers the exponentials, which bind at this dim
+    {128, 2, 128, 2, 2, 2, true, true, 56, 224},  // 2: 225 KB
+    {256, 2, 64, 2, 1, 1, false, true, 24, 240},  // 3: 209 KB; a second Q does not fit
 };
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
@@ -44,7 +44,8 @@ inline bool addressable(const problem::Problem& p, const problem::Array& a, int6
   const auto fits = [&](int64_t stride, int64_t count) {
     return count <= 1 || (stride > 0 && stride * bytes % 16 == 0 && stride * bytes < (int64_t{1} << (p.packed() ? 34 : 40)));
   };
-  return reinterpret_cast<uintptr_t>(a.data) % 16 == 0 && fits(a.row, 2) && fits(a.head, heads) && fits(a.batch, p.packed() ? 1 : p.batch);
+  return reinterpret_cast<uintptr_t>(a.data) % 16 == 0 && fits(a.row, 2) && fits(a.head, heads) &&
+         fits(a.batch, p.packed() ? 1 : p.batch);
 }
 
 // Why a call goes to sm80/, as the end of a sentence; null if the Hopper forward takes it: scores that are scale * query . key, capped
@@ -58,7 +59,8 @@ inline const char* forward_refusal(const problem::Problem& p) {
   if (p.dropout_p > 0) return "they take no dropout";
   if (!(p.scale >= 1e-20 && p.scale <= 1e20)) return "they take a positive scale";
   if (p.rows <= 0 || p.keys <= 0) return "they take no empty tensors";
-  if (p.rows >= limit || p.keys >= limit || p.total_rows >= limit || p.total_keys >= limit) return "they take lengths below 2^29";
+  if (p.rows >= limit || p.keys >= limit || p.total_rows >= limit || p.total_keys >= limit)
+    return "they take lengths below 2^29";
   if (p.head_dim % 8 != 0 || p.value_dim % 8 != 0) return "they take head dims that are multiples of 8";
   if (!addressable(p, p.query, p.heads) || !addressable(p, p.key, p.kv_heads) || !addressable(p, p.value, p.kv_heads) ||
       !addressable(p, p.out, p.heads))
