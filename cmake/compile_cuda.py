@@ -17,7 +17,9 @@ def main(arguments: list[str]) -> int:
     most_spills = int(arguments[0].split("=")[1]) if limited else None
     command = arguments[1:] if limited else arguments
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of one core: a busy machine does not change it, a ccache hit is nearly none
+    used = resource.getrusage(
+        resource.RUSAGE_CHILDREN
+    )  # of one core: a busy machine does not change it, a ccache hit is nearly none
     seconds = used.ru_utime + used.ru_stime
     report = [line for line in process.stdout.splitlines() if re.search(r"ptxas info|bytes stack frame|Compiling entry", line)]
     rest = [line for line in process.stdout.splitlines() if line not in report]
@@ -29,7 +31,9 @@ def main(arguments: list[str]) -> int:
     problems = [line for line in process.stdout.splitlines() if re.search(r"C75\d\d", line)]
     if most_spills is not None:
         spilled = (re.search(r"(\d+) bytes spill stores", line) for line in report)
-        problems += [f"{found[0]}, at most {most_spills} are allowed" for found in spilled if found and int(found[1]) > most_spills]
+        problems += [
+            f"{found[0]}, at most {most_spills} are allowed" for found in spilled if found and int(found[1]) > most_spills
+        ]
     output = Path(command[command.index("-o") + 1])
     if problems:
         print("ptxas warnings that this project treats as errors:", *dict.fromkeys(problems), sep="\n  ")

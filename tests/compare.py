@@ -197,6 +197,8 @@ def compare(
                 assert_within(name, ours[name], truth[name], single, FORWARD, accumulate_type(dtype))
             else:
                 factor, size = (FORWARD, None) if name == "out" else (GRADIENT, largest)
+                if name == "dmask":  # of a broadcast mask: adds up the roundings of many rows, which cancel in the truth
+                    size = largest * math.sqrt(truth["lse"].numel() / max(1, math.prod(truth[name].shape[:3])))
                 assert_within(name, ours[name], truth[name], plain[name], factor, dtype, size)
         except AssertionError as problem:
             problems.append(str(problem))

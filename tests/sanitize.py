@@ -28,6 +28,7 @@ OURS = ("--kernel-name", "kns=N5flash")
 def dense_cases() -> Iterator[tuple]:
     """(case, dtype, deterministic, layout), the widest coverage first."""
     import torch
+
     from cases import Case
 
     short = {"batch": 1, "heads": 2, "kv_heads": 1}
@@ -45,7 +46,12 @@ def dense_cases() -> Iterator[tuple]:
         yield Case(f"deterministic-all-{dim}", rows=70, keys=133, head_dim=dim, **short, **everything), bfloat, True, ""
     for dtype in (bfloat, single):
         yield Case("split-keys", rows=1, keys=2000, head_dim=128, **short), dtype, False, ""
-        yield Case("split-keys-sinks", rows=3, keys=2000, head_dim=64, sinks=True, right=0, bottom_right=True, **short), dtype, False, ""
+        yield (
+            Case("split-keys-sinks", rows=3, keys=2000, head_dim=64, sinks=True, right=0, bottom_right=True, **short),
+            dtype,
+            False,
+            "",
+        )
         yield Case("odd-97", rows=65, keys=70, head_dim=97, value_dim=33, **short), dtype, False, ""
         yield Case("odd-100", rows=65, keys=70, head_dim=100, value_dim=40, **short), dtype, False, ""
         yield Case("odd-1", rows=17, keys=70, head_dim=1, value_dim=3, **short), dtype, False, ""
@@ -56,7 +62,12 @@ def dense_cases() -> Iterator[tuple]:
         yield Case(f"mask-{mask}", batch=2, heads=2, rows=65, keys=131, head_dim=64, mask=mask), bfloat, False, ""
     yield Case("window", rows=200, keys=200, head_dim=64, left=20, right=5, **short), bfloat, False, ""
     yield Case("nothing-seen", rows=130, keys=130, head_dim=64, left=-5, right=-10, **short), bfloat, False, ""
-    yield Case("empty-rows", rows=200, keys=65, head_dim=128, right=0, bottom_right=True, sinks=True, **short), bfloat, False, ""
+    yield (
+        Case("empty-rows", rows=200, keys=65, head_dim=128, right=0, bottom_right=True, sinks=True, **short),
+        bfloat,
+        False,
+        "",
+    )
     yield Case("dropout", rows=130, keys=65, head_dim=128, dropout_p=0.5, **short), bfloat, False, ""
     yield Case("full-tiles", rows=256, keys=512, head_dim=64, **short), bfloat, False, ""
     yield Case("full-tiles", rows=256, keys=512, head_dim=128, **short), bfloat, False, ""
@@ -76,6 +87,7 @@ def arrange(tensor, layout: str):
 
 def run_dense(case, dtype, deterministic: bool, layout: str) -> None:
     import torch
+
     from cases import make_inputs
 
     x = make_inputs(case, dtype, "cuda")
@@ -129,9 +141,9 @@ def inside(seconds: float) -> int:
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))
     import torch
-    from cases import PACKED
 
     import flash_attn_ext  # noqa: F401  (registers torch.ops.flash)
+    from cases import PACKED
 
     jobs: list[tuple[str, Callable[[], None]]] = []
     for case, dtype, deterministic, layout in dense_cases():

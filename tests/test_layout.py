@@ -47,7 +47,9 @@ def assert_same_or_rounding(ours: dict[str, torch.Tensor], expected: dict[str, t
     for name, tensor in ours.items():
         scale = expected[name].abs().max().item() * torch.finfo(tensor.dtype).eps  # one unit in the last place of the largest
         error = (tensor.double() - expected[name].double()).abs().max().item()
-        assert error <= (2 if tensor.dtype != torch.float32 else 16) * scale, f"{what} {name}: {error:.3e} apart, ulp {scale:.3e}"
+        assert error <= (2 if tensor.dtype != torch.float32 else 16) * scale, (
+            f"{what} {name}: {error:.3e} apart, ulp {scale:.3e}"
+        )
 
 
 UNALIGNED = ("odd-row-stride", "odd-address")

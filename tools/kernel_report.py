@@ -46,7 +46,9 @@ class Kernel:
 def tool(name: str) -> str | None:
     """A CUDA binary tool: from PATH, the toolkit, or the copy that Triton carries."""
     places = [shutil.which(name)]
-    places += [os.path.join(os.environ[variable], "bin", name) for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ]
+    places += [
+        os.path.join(os.environ[variable], "bin", name) for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ
+    ]
     if spec := importlib.util.find_spec("triton"):
         places.append(str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name))
     return next((place for place in places if place and os.path.exists(place)), None)
@@ -76,7 +78,9 @@ def text_sections(elf: bytes) -> list[tuple[str, int]]:
     """Names (without ".text.") and sizes of the code sections of a 64-bit ELF file; see elf(5)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]  # name, type, flags, address, offset, size
+    headers = [
+        struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)
+    ]  # name, type, flags, address, offset, size
     names = headers[names_index][4]
     found = []
     for name, _, _, _, _, size in headers:
@@ -131,7 +135,9 @@ def main() -> int:
     show([kernel for kernel in kernels if arguments.arch in kernel.arch])
     seconds = {kernel.source: kernel.source_seconds for kernel in kernels}
     total = sum(kernel.code_bytes or 0 for kernel in kernels)
-    print(f"{len(seconds)} sources, {len(kernels)} kernels, {sum(seconds.values()):.0f} s of one core, {total / 1e6:.1f} MB of code.")
+    print(
+        f"{len(seconds)} sources, {len(kernels)} kernels, {sum(seconds.values()):.0f} s of one core, {total / 1e6:.1f} MB of code."
+    )
     if arguments.csv:
         arguments.csv.parent.mkdir(parents=True, exist_ok=True)
         with arguments.csv.open("w", newline="") as file:
@@ -139,7 +145,9 @@ def main() -> int:
             table.writerow([field.name for field in fields(Kernel)])
             table.writerows(astuple(kernel) for kernel in kernels)
 
-    faults = [f"{report}: {line}" for report in reports for line in report.read_text().splitlines() if re.search(r"C75\d\d", line)]
+    faults = [
+        f"{report}: {line}" for report in reports for line in report.read_text().splitlines() if re.search(r"C75\d\d", line)
+    ]
     faults += [
         f"{kernel.kernel} for {kernel.arch}: {kernel.stack} bytes of stack, but spills of {kernel.spill_stores}/{kernel.spill_loads}"
         for kernel in kernels
