@@ -20,16 +20,16 @@ enum class Body : uint8_t {
 };
 
 struct ForwardTile {
-  int bucket;    // largest head_dim and value_dim
-  int rows;      // query rows of a block
-  int keys;      // of a tile
+  int bucket;  // largest head_dim and value_dim
+  int rows;    // query rows of a block
+  int keys;    // of a tile
   int warps;
   int resident;  // blocks per multiprocessor, for the register limit
   int stages;    // 2: K and V of the next tile travel while this one is computed; 1: K and V alternate
   int sharing;   // warps that share rows
   int terms;     // TF32 products for one fp32 product
   Body body;
-  bool plain;    // no score modifiers, no dropout, 16-byte loads: has the optimistic body. Else: every feature at run time
+  bool plain;  // no score modifiers, no dropout, 16-byte loads: has the optimistic body. Else: every feature at run time
 
   constexpr int threads() const { return warps * 32; }
 };
@@ -60,7 +60,7 @@ inline constexpr ForwardTile kForwardTiles[] = {
     {128, 128, 32, 4, 2, 1, 1, 1, Body::kTf32, false},  // 18
     {256, 64, 32, 4, 1, 1, 1, 1, Body::kTf32, false},   // 19
     // fp64, and fp32 that the tiles above do not take: right, not fast.
-    {512, 4, 32, 4, 4, 1, 1, 0, Body::kFma, false},     // 20
+    {512, 4, 32, 4, 4, 1, 1, 0, Body::kFma, false},  // 20
 };
 
 // Whether a row has an instance for elements of so many bytes.
@@ -87,8 +87,11 @@ constexpr int bucket(int64_t head_dim, int64_t value_dim) {
   return 0;
 }
 
-// Width in bytes that every row of query, key and value must at least be aligned to. Forward reads single elements where it must.
-constexpr int narrowest_forward_load(problem::DType dtype) { return static_cast<int>(problem::size_of(dtype)); }
+// Width in bytes that every row of query, key, value and grad_out must at least be aligned to; others are copied to aligned rows first.
+// 16-bit: reading them by 4 or 2 bytes takes 1.4 and 1.9 times as long, the copy 1.2 times (head dim 128, 2k tokens, H200).
+constexpr int narrowest_load(problem::DType dtype) {
+  return problem::size_of(dtype) == 2 ? 8 : static_cast<int>(problem::size_of(dtype));
+}
 
 // Whether a plain instance may take the call: scores that are scale * query . key alone, a scale that the exponential can fold in
 // (positive, not extreme), 16-byte loads and stores. Sinks, windows, packed sequences and split keys are plain.
@@ -129,7 +132,7 @@ enum class BackwardBody : uint8_t {
 
 // A block owns `keys` keys and walks over tiles of `rows` query rows.
 struct BackwardTile {
-  int bucket;    // largest head_dim and value_dim; 0: any
+  int bucket;  // largest head_dim and value_dim; 0: any
   int keys, rows;
   int warps;
   int resident;  // blocks per multiprocessor, for the register limit
@@ -138,7 +141,7 @@ struct BackwardTile {
   int chunk;     // rows that a warp multiplies at a time
   int dquery;    // the row of kRowGradientTiles that computes dQ where the result must be deterministic; -1: none
   BackwardBody body;
-  bool plain;    // no score modifiers, no dropout, no mask gradient, 16-byte loads
+  bool plain;  // no score modifiers, no dropout, no mask gradient, 16-byte loads
 
   constexpr int threads() const { return warps * 32; }
 };
@@ -168,7 +171,8 @@ inline constexpr RowGradientTile kRowGradientTiles[] = {
 inline constexpr BackwardTile kBackwardTiles[] = {
     // 16-bit, plain. 32 keys per warp: with 16, shared-memory reads of Q and dO bind.
     {64, 128, 128, 4, 2, 1, 1, 32, 0, BackwardBody::kTensor, true},  // 0: P and dS stay in registers
-    {96, 128, 64, 8, 1, 2, 2, 32, 1, BackwardBody::kTensor, true},   // 1: dK, dV of 32 keys and all columns would not fit registers
+    {96, 128, 64, 8, 1, 2, 2, 32, 1, BackwardBody::kTensor,
+     true},  // 1: dK, dV of 32 keys and all columns would not fit registers
     {128, 128, 64, 8, 1, 2, 2, 32, 2, BackwardBody::kTensor, true},  // 2: 161 KB
     {192, 64, 64, 8, 1, 2, 4, 16, 3, BackwardBody::kTensor, true},   // 3: 160 KB
     {256, 64, 64, 8, 1, 2, 4, 16, 4, BackwardBody::kTensor, true},   // 4: 209 KB
@@ -179,8 +183,8 @@ inline constexpr BackwardTile kBackwardTiles[] = {
     {256, 64, 64, 8, 1, 1, 4, 16, 7, BackwardBody::kTensor, false},   // 8: 145 KB, so for 163 KB per block (sm_80) too
     {512, 32, 64, 8, 1, 1, 4, 16, -1, BackwardBody::kTensor, false},  // 9: 201 KB
     // fp32.
-    {64, 64, 32, 4, 2, 1, 1, 32, 8, BackwardBody::kTf32, false},   // 10: 60 KB
-    {128, 64, 32, 4, 2, 1, 1, 32, 9, BackwardBody::kTf32, false},  // 11: 108 KB, so two blocks
+    {64, 64, 32, 4, 2, 1, 1, 32, 8, BackwardBody::kTf32, false},    // 10: 60 KB
+    {128, 64, 32, 4, 2, 1, 1, 32, 9, BackwardBody::kTf32, false},   // 11: 108 KB, so two blocks
     {0, 64, 64, 8, 1, 1, 1, 64, -1, BackwardBody::kScalar, false},  // 12
 };
 inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
@@ -199,8 +203,6 @@ constexpr int64_t row_gradient_shared_bytes(const RowGradientTile& t) {
   return t.body == BackwardBody::kTf32 ? 2 * (t.rows + t.keys) * int64_t{t.bucket * 4 + 16}
                                        : (2 * t.rows + 4 * t.keys) * int64_t{2} * t.bucket;
 }
-
-constexpr int narrowest_backward_load(problem::DType dtype) { return static_cast<int>(problem::size_of(dtype)); }
 
 constexpr bool backward_plain(const problem::Problem& p, int load_bytes) { return forward_plain(p, load_bytes, 16); }
 

@@ -86,8 +86,9 @@ Plan refuse(Plan plan, Refusal reason) {
 }
 
 Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
-  choose_widths(plan, p, nullptr, cuda::narrowest_forward_load(p.dtype));
-  plan.variant = cuda::forward_variant(p, device.shared_memory, cuda::forward_plain(p, plan.load_bytes, plan.store_bytes), p.tf32);
+  choose_widths(plan, p, nullptr, cuda::narrowest_load(p.dtype));
+  plan.variant =
+      cuda::forward_variant(p, device.shared_memory, cuda::forward_plain(p, plan.load_bytes, plan.store_bytes), p.tf32);
   if (plan.variant < 0) return plan;
   const cuda::ForwardTile& row = cuda::kForwardTiles[plan.variant];
   plan.head_dim = row.bucket;
@@ -106,7 +107,7 @@ Plan forward_sm80(const Problem& p, const Device& device, Plan plan) {
 }
 
 Plan backward_sm80(const Problem& p, const Gradients& g, const Device& device, Plan plan) {
-  choose_widths(plan, p, &g, cuda::narrowest_backward_load(p.dtype));
+  choose_widths(plan, p, &g, cuda::narrowest_load(p.dtype));
   plan.variant = cuda::backward_variant(p, g, device.shared_memory, plan.load_bytes);
   if (plan.variant < 0) return plan;
   const cuda::BackwardTile& row = cuda::kBackwardTiles[plan.variant];

@@ -68,6 +68,12 @@ struct Buffer {
     for (int64_t i = 0; i < count; ++i) write(t, bytes.data(), i, t == DType::kBool ? 1 : kNan);
   }
   void* data() { return bytes.data(); }
+  // As doubles; to be called once the kernels have written.
+  std::vector<double> values() const {
+    std::vector<double> all(count());
+    for (int64_t i = 0; i < count(); ++i) all[i] = (*this)[i];
+    return all;
+  }
   int64_t count() const { return type == DType::kNone ? 0 : static_cast<int64_t>(bytes.size()) / size_of(type); }
   double operator[](int64_t i) const { return read(type, bytes.data(), i); }
   void set(int64_t i, double value) { write(type, bytes.data(), i, value); }
@@ -214,18 +220,22 @@ struct Call {
   }
 
   // ---- the reference -------------------------------------------------------------------------------------------------------
-  double dot(const Buffer& a, const Array& x, int64_t at_a, const Buffer& b, int64_t at_b, int64_t n) const {
-    (void)x;
+  static double dot(const std::vector<double>& a, int64_t at_a, const std::vector<double>& b, int64_t at_b, int64_t n) {
     double sum = 0;
     for (int64_t d = 0; d < n; ++d) sum += a[at_a + d] * b[at_b + d];
     return sum;
   }
 
+  struct Inputs {
+    std::vector<double> query, key, value, out, dout;
+  };
+  Inputs inputs() const { return {query.values(), key.values(), value.values(), out.values(), dout.values()}; }
+
   struct Row {
     std::vector<double> score, cap, keep;  // natural units; derivative of softcap; what dropout multiplies by
     double lse = kNone;
   };
-  Row row(const problem::Sequence& s, int64_t h, int64_t i) const {
+  Row row(const Inputs& in, const problem::Sequence& s, int64_t h, int64_t i) const {
     const auto interval = problem::interval(p, s.rows, s.keys);
     const int64_t kv = h / (c.heads / c.kv_heads);
     Row r;
@@ -234,7 +244,7 @@ struct Call {
       const int64_t diagonal = i + interval.diagonal;
       double x = kNone, cap = 1;
       if (j >= diagonal - c.left && j <= diagonal + c.right) {
-        x = c.scale * dot(query, p.query, problem::offset(p.query, s.batch, h, s.row + i), key,
+        x = c.scale * dot(in.query, problem::offset(p.query, s.batch, h, s.row + i), in.key,
                           problem::offset(p.key, s.batch, kv, s.key + j), c.dim);
         if (c.softcap > 0) {
           const double t = std::tanh(x / c.softcap);
@@ -298,8 +308,9 @@ void check_forward(Call& call) {
   forward(call.p, pool(2));
   const double logit = logit_size(c);
   std::vector<bool> written(call.lse.count());
+  const auto in = call.inputs();
   call.each_row([&](const problem::Sequence& s, int64_t h, int64_t i) {
-    const auto r = call.row(s, h, i);
+    const auto r = call.row(in, s, h, i);
     const int64_t at = problem::lse_offset(call.p, s.batch, h, s.row + i), kv = h / (c.heads / c.kv_heads);
     written[at] = true;
     const std::string where =
@@ -309,7 +320,7 @@ void check_forward(Call& call) {
       double want = 0, size = 0;
       for (int64_t j = 0; j < s.keys; ++j) {
         if (r.score[j] == kNone) continue;
-        const double v = call.value[problem::offset(call.p.value, s.batch, kv, s.key + j) + d];
+        const double v = in.value[problem::offset(call.p.value, s.batch, kv, s.key + j) + d];
         const double part = std::exp(r.score[j] - r.lse) * r.keep[j] * v;
         want += part;
         size += std::abs(part);
@@ -331,11 +342,12 @@ void check_forward(Call& call) {
 void check_backward(Call& call) {
   const Case& c = call.c;
   backward(call.p, call.g, pool(3));
+  const auto in = call.inputs();
   std::vector<double> dq(call.dquery.count()), dk(call.dkey.count()), dv(call.dvalue.count()),
       dm(std::max<int64_t>(1, call.dmask.count()));
   auto sq = dq, sk = dk, sv = dv, sm = dm;  // sums of sizes
   call.each_row([&](const problem::Sequence& s, int64_t h, int64_t i) {
-    const auto r = call.row(s, h, i);
+    const auto r = call.row(in, s, h, i);
     const int64_t at = problem::lse_offset(call.p, s.batch, h, s.row + i), kv = h / (c.heads / c.kv_heads);
     const int64_t q = problem::offset(call.p.query, s.batch, h, s.row + i),
                   o = problem::offset(call.p.out, s.batch, h, s.row + i);
@@ -343,8 +355,8 @@ void check_backward(Call& call) {
                   gq = problem::offset(call.g.dquery, s.batch, h, s.row + i);
     double delta = 0, delta_size = 0;
     for (int64_t d = 0; d < c.value_dim; ++d) {
-      delta += call.out[o + d] * call.dout[go + d];
-      delta_size += std::abs(call.out[o + d] * call.dout[go + d]);
+      delta += in.out[o + d] * in.dout[go + d];
+      delta_size += std::abs(in.out[o + d] * in.dout[go + d]);
     }
     if (c.lse_gradient) delta -= call.dlse[at];
     expect_close(call.delta[at], delta, call.real, delta_size + 1, 16, "delta");
@@ -358,17 +370,17 @@ void check_backward(Call& call) {
       const double probability = std::exp(r.score[j] - lse);
       double dp = 0, dp_size = 0;
       for (int64_t d = 0; d < c.value_dim; ++d) {
-        dp += call.dout[go + d] * call.value[v + d];
-        dp_size += std::abs(call.dout[go + d] * call.value[v + d]);
-        dv[gv + d] += probability * r.keep[j] * call.dout[go + d];
-        sv[gv + d] += std::abs(probability * r.keep[j] * call.dout[go + d]);
+        dp += in.dout[go + d] * in.value[v + d];
+        dp_size += std::abs(in.dout[go + d] * in.value[v + d]);
+        dv[gv + d] += probability * r.keep[j] * in.dout[go + d];
+        sv[gv + d] += std::abs(probability * r.keep[j] * in.dout[go + d]);
       }
       const double ds = probability * (dp * r.keep[j] - delta), ds_size = probability * (dp_size * r.keep[j] + delta_size + 1);
       for (int64_t d = 0; d < c.dim; ++d) {
-        dq[gq + d] += c.scale * ds * r.cap[j] * call.key[k + d];
-        sq[gq + d] += std::abs(c.scale * ds_size * call.key[k + d]);
-        dk[gk + d] += c.scale * ds * r.cap[j] * call.query[q + d];
-        sk[gk + d] += std::abs(c.scale * ds_size * call.query[q + d]);
+        dq[gq + d] += c.scale * ds * r.cap[j] * in.key[k + d];
+        sq[gq + d] += std::abs(c.scale * ds_size * in.key[k + d]);
+        dk[gk + d] += c.scale * ds * r.cap[j] * in.query[q + d];
+        sk[gk + d] += std::abs(c.scale * ds_size * in.query[q + d]);
       }
       if (c.mask != DType::kNone) {
         const int64_t m = s.batch * call.g.dmask_batch + h * call.g.dmask_head + i * call.g.dmask_row + j * call.g.dmask_key;

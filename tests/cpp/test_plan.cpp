@@ -52,7 +52,8 @@ Gradients gradients(const Problem& p) {
 Plan forward(const Problem& p, const Device& device = hopper()) { return plan(p, nullptr, device, Choice::kAny); }
 
 TEST(Plan, TakesTheSmallestBucketThatHoldsBothHeadDims) {
-  for (const auto& [head_dim, bucket] : {std::pair{1, 64}, {64, 64}, {65, 96}, {128, 128}, {129, 192}, {256, 256}, {257, 512}}) {
+  for (const auto& [head_dim, bucket] :
+       {std::pair{1, 64}, {64, 64}, {65, 96}, {128, 128}, {129, 192}, {256, 256}, {257, 512}}) {
     const Plan found = forward(problem(DType::kBFloat16, 256, 256, head_dim));
     EXPECT_EQ(found.family, Family::kSm80);
     EXPECT_EQ(found.head_dim, bucket) << head_dim;
@@ -83,18 +84,36 @@ TEST(Plan, IsPlainWithoutModifiersOnly) {
 TEST(Plan, LoadsAreAsWideAsPointersStridesAndDimsAllow) {
   EXPECT_EQ(forward(problem(DType::kBFloat16, 256, 256, 64)).load_bytes, 16);
   EXPECT_EQ(forward(problem(DType::kBFloat16, 256, 256, 100)).load_bytes, 8) << "rows of 200 bytes";
-  EXPECT_EQ(forward(problem(DType::kBFloat16, 256, 256, 98)).load_bytes, 4);
   EXPECT_EQ(forward(problem(DType::kFloat32, 256, 256, 3)).load_bytes, 4);
-  Problem shifted = problem(DType::kBFloat16, 256, 256, 64);
-  shifted.key.data = reinterpret_cast<void*>(0x2002);
-  EXPECT_EQ(forward(shifted).load_bytes, 2);
-  EXPECT_EQ(forward(shifted).store_bytes, 16);
+  EXPECT_EQ(forward(problem(DType::kFloat32, 256, 256, 3)).copies, 0u);
   Problem strided = problem(DType::kBFloat16, 256, 256, 64);
   strided.value.row = 68;
   EXPECT_EQ(forward(strided).load_bytes, 8);
   Problem single = problem(DType::kBFloat16, 1, 256, 64);
   single.query.row = 0;  // a dimension of size 1 has stride 0, whatever the tensor said
   EXPECT_EQ(forward(single).load_bytes, 16);
+}
+
+TEST(Plan, CopiesWhatSixteenBitLoadsWouldReadInBits) {
+  const Plan odd = forward(problem(DType::kBFloat16, 256, 256, 98));
+  EXPECT_EQ(odd.copies, uint32_t{kQuery | kKey | kValue});
+  EXPECT_EQ(odd.load_bytes, 16);
+  EXPECT_EQ(odd.store_bytes, 4);
+  EXPECT_FALSE(odd.plain) << "plain instances store 16 bytes";
+
+  Problem shifted = problem(DType::kBFloat16, 256, 256, 64);
+  shifted.key.data = reinterpret_cast<void*>(0x2002);
+  const Plan found = forward(shifted);
+  EXPECT_EQ(found.copies, uint32_t{kKey});
+  EXPECT_EQ(found.load_bytes, 16);
+  EXPECT_TRUE(found.plain);
+  EXPECT_NE(describe(shifted, nullptr, hopper(), found).find("key is copied to aligned rows first: its first element"),
+            std::string::npos);
+
+  const Problem p = problem(DType::kFloat16, 256, 256, 64);
+  Gradients g = gradients(p);
+  g.dout.row = 65;
+  EXPECT_EQ(plan(p, &g, hopper(), Choice::kAny).copies, uint32_t{kOutputGradient});
 }
 
 TEST(Plan, CutsTheKeysOfFewRowsTheSameWayEveryTime) {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kConvertWarps * 32) convert_kernel(const __gri
   const int64_t first = piece * kConvertRows;
   if (piece < 0 || first >= s.rows) return;
 
-  const float* gSum = a.scratch.dquery_block(a.scratch.first_block(p, s, head) + first / kBlockRows);
+  const float* gSum = a.scratch.dquery_block(a.scratch.first_block(s, head) + first / kBlockRows);
   const problem::Array& dq = a.gradients.dquery;
   T* gOut = static_cast<T*>(dq.data) + problem::offset(dq, batch, head, s.row + first);
   const bool pairs = ((dq.batch | dq.head | dq.row) & 1) == 0 && reinterpret_cast<uint64_t>(dq.data) % sizeof(Two<T>) == 0;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   const int64_t first = piece * kPrepareRows;
   if (piece < 0 || first >= s.rows) return;
 
-  const int64_t block = a.scratch.first_block(p, s, head) + first / kBlockRows;
+  const int64_t block = a.scratch.first_block(s, head) + first / kBlockRows;
   const int64_t row = first + threadIdx.x / kPrepareLanes;
   const int lane = threadIdx.x % kPrepareLanes;
   Sum<T> delta = 0, lse = -INFINITY;

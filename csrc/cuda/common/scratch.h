@@ -15,25 +15,26 @@ inline constexpr int kBlockRows = 16;
 inline constexpr int kBlockElements = 128;  // 16 rows x 8 columns
 
 struct Scratch {
-  int64_t run = 0;      // blocks between two heads: of one sequence, or of all packed ones
-  int64_t columns = 0;  // groups of 8 columns of dquery
+  int64_t head_blocks = 0;   // from one head to the next: blocks of one sequence, or of all packed ones
+  int64_t batch_blocks = 0;  // from one sequence to the next
+  int64_t columns = 0;       // groups of 8 columns of dquery
   float* lse2 = nullptr;
   float* delta = nullptr;
   float* dquery = nullptr;  // null: dQ is not summed up here
 
   // Packed sequences start at block row / 16 + index: no two share a block, whatever their lengths.
-  FLASH_HD int64_t first_block(const problem::Problem& p, const problem::Sequence& s, int64_t head) const {
-    return p.cu_seqlens_q == nullptr ? (s.batch * p.heads + head) * run : head * run + s.row / kBlockRows + s.batch;
+  FLASH_HD int64_t first_block(const problem::Sequence& s, int64_t head) const {
+    return head * head_blocks + s.batch * batch_blocks + s.row / kBlockRows;
   }
   FLASH_HD float* dquery_block(int64_t block) const { return dquery + block * columns * kBlockElements; }
 };
 
-FLASH_HD int64_t scratch_run(const problem::Problem& p) {
+FLASH_HD int64_t scratch_head_blocks(const problem::Problem& p) {
   return p.cu_seqlens_q == nullptr ? (p.rows + kBlockRows - 1) / kBlockRows : p.total_rows / kBlockRows + p.batch;
 }
 
 FLASH_HD int64_t scratch_blocks(const problem::Problem& p) {
-  return scratch_run(p) * p.heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
+  return scratch_head_blocks(p) * p.heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
 }
 
 FLASH_HD int64_t scratch_bytes(const problem::Problem& p, bool dquery) {
@@ -44,7 +45,8 @@ FLASH_HD int64_t scratch_bytes(const problem::Problem& p, bool dquery) {
 FLASH_HD Scratch scratch(const problem::Problem& p, bool dquery, void* workspace) {
   const int64_t rows = scratch_blocks(p) * kBlockRows;
   Scratch s;
-  s.run = scratch_run(p);
+  s.head_blocks = scratch_head_blocks(p);
+  s.batch_blocks = p.cu_seqlens_q == nullptr ? p.heads * s.head_blocks : 1;
   s.columns = (p.head_dim + 7) / 8;
   s.lse2 = static_cast<float*>(workspace);
   s.delta = s.lse2 + rows;

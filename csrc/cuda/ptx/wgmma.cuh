@@ -38,10 +38,11 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
   FLASH_TEN()          \
   FLASH_TEN(1)         \
   FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) "%90,%91,%92,%93,%94,%95"
-#define FLASH_NAMES_128                                                                                                 \
-  FLASH_TEN()                                                                                                           \
-  FLASH_TEN(1)                                                                                                          \
-  FLASH_TEN(2) FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) FLASH_TEN(9) FLASH_TEN(10) \
+#define FLASH_NAMES_128                                                                                    \
+  FLASH_TEN()                                                                                              \
+  FLASH_TEN(1)                                                                                             \
+  FLASH_TEN(2)                                                                                             \
+  FLASH_TEN(3) FLASH_TEN(4) FLASH_TEN(5) FLASH_TEN(6) FLASH_TEN(7) FLASH_TEN(8) FLASH_TEN(9) FLASH_TEN(10) \
       FLASH_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127"
 #define FLASH_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

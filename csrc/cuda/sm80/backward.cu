@@ -163,6 +163,7 @@ cudaError_t backward(const Problem& problem, const Gradients& gradients, const P
   call.problem = problem;
   call.gradients = gradients;
   call.modifiers = common::modifiers(problem);
+  call.group = problem.heads / problem.kv_heads;
   call.load_bytes = plan.load_bytes;
   call.store_bytes = plan.store_bytes;
   if (cuda::kBackwardTiles[plan.variant].body != cuda::BackwardBody::kScalar) {

@@ -62,8 +62,7 @@ class KeyGradients {
     load_keys();
     tile::clear(rKeyGradient_);
     tile::clear(rValueGradient_);
-    const int group = static_cast<int>(call_.problem.heads / call_.problem.kv_heads);
-    const int steps = walk_.count() * group;
+    const int steps = walk_.count() * static_cast<int>(call_.group);
     ahead_ = walk_.first;
     ahead_head_ = 0;
     if (steps > 0) {
@@ -95,9 +94,7 @@ class KeyGradients {
     store();
   }
 
-  __device__ __forceinline__ int64_t query_head(int head) const {
-    return owner_.head * (call_.problem.heads / call_.problem.kv_heads) + head;
-  }
+  __device__ __forceinline__ int64_t query_head(int head) const { return owner_.head * call_.group + head; }
 
   // K and V of the block, once.
   __device__ __forceinline__ void load_keys() const {
@@ -115,7 +112,7 @@ class KeyGradients {
     const int64_t head = query_head(ahead_head_);
     query_.begin(p.query.data, problem::offset(p.query, owner_.batch, head, owner_.sequence.row), ahead_);
     gradient_.begin(dout.data, problem::offset(dout, owner_.batch, head, owner_.sequence.row), ahead_);
-    ahead_row_ = call_.scratch.first_block(p, owner_.sequence, head) * common::kBlockRows;
+    ahead_row_ = call_.scratch.first_block(owner_.sequence, head) * common::kBlockRows;
   }
 
   // Issues the copies of the next tile of Q, dO, lse2 and delta, one group.
@@ -136,7 +133,7 @@ class KeyGradients {
       if (++ahead_ > walk_.last) {
         ahead_ = walk_.first;
         ++ahead_head_;
-        if (ahead_head_ < call_.problem.heads / call_.problem.kv_heads) begin_head();
+        if (ahead_head_ < call_.group) begin_head();
       }
     }
     ptx::commit_copies();
@@ -158,13 +155,14 @@ class KeyGradients {
       weigh(rScore, rGradient, rWeight, rScoreGradient, stage, row_tile, head, first + query_warp_ * kChunk);
       if constexpr (kSharing == 1) accumulate(rWeight, rScoreGradient, stage_offset + first * Operand::kRowBytes);
     }
-    if constexpr (kSharing > 1) {
+    if (call_.scratch.dquery != nullptr) {
+      __syncthreads();
+      if constexpr (kSharing > 1)
+        accumulate_shared(stage_offset);  // written twice: together with dQ it is scheduled as one block
+      add_query_gradient(row_tile, head);
+    } else if constexpr (kSharing > 1) {
       __syncthreads();
       accumulate_shared(stage_offset);
-      if (call_.scratch.dquery != nullptr) add_query_gradient(row_tile, head);
-    } else if (call_.scratch.dquery != nullptr) {
-      __syncthreads();
-      add_query_gradient(row_tile, head);
     }
   }
 
@@ -228,20 +226,23 @@ class KeyGradients {
     }
     tile::pack<T>(rWeight, rGradient);
     tile::pack<T>(rScoreGradient, rScore);
-    if (kSharing > 1 || call_.scratch.dquery != nullptr) {
-      const uint32_t sScore = shared_ + Config::kScoreAt;
+    const uint32_t sScore = shared_ + Config::kScoreAt;
+    const bool crosses = kSharing > 1 || call_.scratch.dquery != nullptr;  // dS^T is needed for dQ at least
 #pragma unroll
-      for (int i = 0; i < kI; ++i)
+    for (int i = 0; i < kI; ++i)
 #pragma unroll
-        for (int j = 0; j < kChunk / 8; ++j)
+      for (int j = 0; j < kChunk / 8; ++j)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t to =
-                Weights::address(sScore, at.line + i * 16 + half * 8, column / 8 + j) + tile::lane_column(lane_) * 2;
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t to =
+              Weights::address(sScore, at.line + i * 16 + half * 8, column / 8 + j) + tile::lane_column(lane_) * 2;
+          if constexpr (kPlain) {
+            ptx::store_shared_if(crosses, to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
+          } else if (crosses) {  // a branch costs fewer registers
             ptx::store_shared(to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
-            if constexpr (kSharing > 1) ptx::store_shared(to + Config::kWeightBytes, rWeight[i][j / 2][(j & 1) * 2 + half]);
           }
-    }
+          if constexpr (kSharing > 1) ptx::store_shared(to + Config::kWeightBytes, rWeight[i][j / 2][(j & 1) * 2 + half]);
+        }
   }
 
   // dV += P^T dO, dK += dS^T Q with operands in registers; all columns are this warp's.
@@ -300,8 +301,7 @@ class KeyGradients {
     static_assert(kBlocks % kPass == 0);
     const common::Scratch& scratch = call_.scratch;
     const int first_row = row_tile * kRows + warp_ % Config::kDqRowWarps * Config::kDqRows;
-    const int64_t block =
-        scratch.first_block(call_.problem, owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
+    const int64_t block = scratch.first_block(owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
     float* gFirst = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
     // The common case without a test per group of columns.
     const bool whole = first_row + Config::kDqRows <= owner_.sequence.rows && scratch.columns == kHeadDim / 8;

@@ -18,6 +18,7 @@ struct BackwardCall {
   bool sum_dquery;              // the keys kernel adds up dQ: in the scratch, or in dq itself where that is fp32
   int load_bytes, store_bytes;  // alignment of rows read: 16, 8, or 4 in fp32; of rows written: any
   int pieces;                   // tiles per plane (common/locate.cuh)
+  int64_t group;                // query heads per kv head
   int planes;                   // kv heads of all sequences; of the dQ kernel: query heads
   int section;                  // planes whose walked rows fit the L2 cache together: these blocks run side by side
 };

@@ -13,8 +13,8 @@ cudaError_t launch_keys(BackwardCall call, cudaStream_t stream) {
   using Config = KeysConfig<T, cuda::kBackwardTiles[kVariant]>;
   constexpr auto kKernel = backward_keys_kernel<Config>;
   const problem::Problem& p = call.problem;
-  const int64_t group = p.heads / p.kv_heads, element = call.scratch.dquery != nullptr ? 2 + 2 + 4 : 2 + 2;  // Q, dO, dQ
-  const unsigned blocks = set_grid(call, false, Config::kKeys, p.rows * group * Config::kHeadDim * element);
+  const int64_t element = call.scratch.dquery != nullptr ? 2 + 2 + 4 : 2 + 2;  // Q, dO, dQ
+  const unsigned blocks = set_grid(call, false, Config::kKeys, p.rows * call.group * Config::kHeadDim * element);
   if (const cudaError_t error = cuda::allow_shared_memory<kKernel>(Config::kSharedBytes); error != cudaSuccess) return error;
   kKernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(call);
   return cudaGetLastError();

@@ -99,7 +99,7 @@ class RowGradients {
 
   __device__ __forceinline__ void load_statistics() {
     const common::Scratch& scratch = call_.scratch;
-    const int64_t first = scratch.first_block(call_.problem, owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
+    const int64_t first = scratch.first_block(owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll

@@ -59,7 +59,7 @@ class ScalarGradients {
     interval_ = owner.interval;
     clear();
     const Walk walk = kLinesAreKeys ? Walk::over_rows<kTile, kTile>(owner) : Walk::over_keys<kTile>(owner);
-    const int64_t group = kLinesAreKeys ? p_.heads / p_.kv_heads : 1;
+    const int64_t group = kLinesAreKeys ? call_.group : 1;
 #pragma unroll 1
     for (int64_t h = 0; h < group; ++h) {
       head_ = owner.head * group + h;

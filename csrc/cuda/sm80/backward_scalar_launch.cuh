@@ -16,8 +16,7 @@ template <class T>
 cudaError_t launch_scalar_keys(BackwardCall call, cudaStream_t stream) {
   using Config = ScalarConfig<T>;
   const problem::Problem& p = call.problem;
-  const unsigned blocks =
-      set_grid(call, false, Config::kTile, p.rows * (p.heads / p.kv_heads) * p.head_dim * 2 * int64_t{sizeof(T)});
+  const unsigned blocks = set_grid(call, false, Config::kTile, p.rows * call.group * p.head_dim * 2 * int64_t{sizeof(T)});
   const dim3 grid(blocks, output_parts<T>(std::max(p.head_dim, p.value_dim)));
   backward_scalar_kernel<T, Role::kKeys><<<grid, Config::kThreads, 0, stream>>>(call);
   return cudaGetLastError();

@@ -86,10 +86,10 @@ class Tf32Gradients {
     firsts.clear(shared_ + kColumnAt, 1);
     seconds.clear(shared_ + kColumnAt + kColumnBytes, 1);
     const uint32_t to = shared_ + kColumnAt, to_lane = Layout::address(to, ColumnLoader::row(), ColumnLoader::chunk());
-    const int64_t group = p.heads / p.kv_heads;
 #pragma unroll 1
-    for (int64_t h = 0; h < (kOfKeys ? group : 1); ++h) {
-      const int64_t head = kOfKeys ? owner_.head * group + h : owner_.head, walked = kOfKeys ? head : problem::kv_head(p, head);
+    for (int64_t h = 0; h < (kOfKeys ? call_.group : 1); ++h) {
+      const int64_t head = kOfKeys ? owner_.head * call_.group + h : owner_.head,
+                    walked = kOfKeys ? head : problem::kv_head(p, head);
       firsts.begin(first.data, problem::offset(first, owner_.batch, walked, start), walk_.first);
       seconds.begin(second.data, problem::offset(second, owner_.batch, walked, start), walk_.first);
 #pragma unroll 1
@@ -127,7 +127,7 @@ class Tf32Gradients {
   __device__ __forceinline__ void fetch_statistics(int tile, int64_t head) const {
     if (threadIdx.x >= kColumns / 2) return;
     const int part = threadIdx.x / (kColumns / 4), row = threadIdx.x % (kColumns / 4) * 4;
-    const int64_t first = call_.scratch.first_block(call_.problem, owner_.sequence, head) * common::kBlockRows;
+    const int64_t first = call_.scratch.first_block(owner_.sequence, head) * common::kBlockRows;
     const float* from = (part == 0 ? call_.scratch.lse2 : call_.scratch.delta) + first + int64_t{tile} * kColumns + row;
     const bool inside = int64_t{tile} * kColumns + row < owner_.sequence.rows;
     ptx::copy_16(shared_ + kStatisticsAt + (part * kColumns + row) * 4, inside ? from : call_.scratch.lse2, inside ? 16 : 0);
@@ -135,8 +135,7 @@ class Tf32Gradients {
 
   // Of rows: lse2 and delta of this lane's lines.
   __device__ __forceinline__ void load_statistics() {
-    const int64_t first =
-        call_.scratch.first_block(call_.problem, owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
+    const int64_t first = call_.scratch.first_block(owner_.sequence, owner_.head) * common::kBlockRows + owner_.first;
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll

@@ -20,7 +20,7 @@ template <int kVariant>
 cudaError_t launch_tf32_keys(BackwardCall call, cudaStream_t stream) {
   using Config = Tf32Keys<cuda::kBackwardTiles[kVariant]>;
   const problem::Problem& p = call.problem;
-  return launch_tf32<Config>(call, p.rows * (p.heads / p.kv_heads) * Config::kDim * (4 + 4 + 4), stream);  // Q, dO, dQ
+  return launch_tf32<Config>(call, p.rows * call.group * Config::kDim * (4 + 4 + 4), stream);  // Q, dO, dQ
 }
 
 template <int kVariant>

@@ -14,7 +14,7 @@ namespace flash::sm80 {
 struct ForwardCall {
   problem::Problem problem;
   common::Modifiers modifiers;
-  int load_bytes, store_bytes;  // alignment of rows: 16, 8, or less: then single elements are read and written
+  int load_bytes, store_bytes;  // alignment of rows read: 16, 8, or an element beyond 16 bits; of rows written: any
   int planes, row_tiles;        // common/locate.cuh: heads of all sequences or of one, and tiles of rows of each
   int splits;                   // parts of the keys
   int section;                  // planes per section

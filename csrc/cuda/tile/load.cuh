@@ -42,15 +42,13 @@ struct Loader {
     }
   }
 
-  // The same for rows that are aligned to `width` bytes only: 8, or one element.
+  // The same for rows that are aligned to `width` bytes only: 8, or 4 where elements have 4.
   static __device__ __forceinline__ void load_narrow(uint32_t tile, const char* from, int64_t stride, int rows, int row_bytes,
                                                      int width) {
-    if (width == 8) {
+    if (Layout::kElementBytes == 2 || width == 8) {
       copy_narrow<8>(tile, from, stride, rows, row_bytes);
-    } else if constexpr (Layout::kElementBytes == 4) {
-      copy_narrow<4>(tile, from, stride, rows, row_bytes);
     } else {
-      copy_elements(tile, from, stride, rows, row_bytes);
+      copy_narrow<4>(tile, from, stride, rows, row_bytes);
     }
   }
 
@@ -64,8 +62,10 @@ struct Loader {
   template <int kWidth>
   static __device__ __forceinline__ void copy_narrow(uint32_t tile, const char* from, int64_t stride, int rows, int row_bytes) {
     constexpr int kPieces = Layout::kChunks * 16 / kWidth;  // of a row
+    int n = threadIdx.x;
+    asm volatile("" : "+r"(n));  // else the addresses of this rare path are kept in registers that the loop around it needs
 #pragma unroll 1
-    for (int n = threadIdx.x; n < kRows * kPieces; n += kThreads) {
+    for (; n < kRows * kPieces; n += kThreads) {
       const int row = n / kPieces, byte = n % kPieces * kWidth;
       const bool inside = row < rows && byte < row_bytes;
       const char* source = inside ? from + row * stride + byte : from;
@@ -75,25 +75,6 @@ struct Loader {
       } else {
         ptx::copy_4(to, source, inside ? 4 : 0);
       }
-    }
-  }
-
-  // 16-bit elements that are aligned to nothing more: through registers, one 16-byte store per 8 elements.
-  static __device__ __forceinline__ void copy_elements(uint32_t tile, const char* from, int64_t stride, int rows,
-                                                       int row_bytes) {
-#pragma unroll 1
-    for (int n = threadIdx.x; n < kRows * Layout::kChunks; n += kThreads) {
-      const int row = n / Layout::kChunks, chunk = n % Layout::kChunks;
-      const uint16_t* source = reinterpret_cast<const uint16_t*>(from + row * stride) + chunk * 8;
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int byte = chunk * 16 + e * 4;
-        const uint32_t low = row < rows && byte < row_bytes ? source[2 * e] : 0;
-        const uint32_t high = row < rows && byte + 2 < row_bytes ? source[2 * e + 1] : 0;
-        words[e] = low | high << 16;
-      }
-      ptx::store_shared(Layout::address(tile, row, chunk), uint4{words[0], words[1], words[2], words[3]});
     }
   }
 };
