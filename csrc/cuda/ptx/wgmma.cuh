@@ -29,6 +29,7 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
          uint64_t{(address & 0x3FFFF) >> 4};
 }
 
+// clang-format off
 // Operand lists of asm statements, spelled by the preprocessor and undefined at the end of this file: the names "%0,%1,..." of the
 // accumulators, and the accumulators themselves.
 #define FLASH_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
@@ -63,6 +64,8 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
                " {" FLASH_NAMES_##r "}, {%" #a0_ ",%" #a1_ ",%" #a2_ ",%" #a3_ "}, %" #b_ ", p, 1, 1, 1;\n}"                  \
                : FLASH_ACCUMULATORS_##r                                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate))
+
+// clang-format on
 
 // Both operands in shared memory, K-major. kAccumulate 0: d = a b.
 template <class T, int kAccumulate, int kRegisters>
