@@ -151,9 +151,17 @@ def run_reference(
 
 
 def assert_within(
-    name: str, ours: Tensor, truth: Tensor, plain: Tensor, factor: float, dtype: torch.dtype, size: float | None = None
+    name: str,
+    ours: Tensor,
+    truth: Tensor,
+    plain: Tensor,
+    factor: float,
+    dtype: torch.dtype,
+    size: float | None = None,
+    slack: float = 0.0,
 ) -> None:
-    """The tolerance rule. NaN and infinities must stand where the truth has them. size: instead of the largest true value."""
+    """The tolerance rule. NaN and infinities must stand where the truth has them. size: instead of the largest true value.
+    slack: error that the method itself brings (delta_error)."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
     ours, truth, plain = ours.double(), truth.double(), plain.double()
     finite = truth.isfinite()
@@ -168,7 +176,7 @@ def assert_within(
     assert not wrong.any(), f"{name}: {int(wrong.sum())} of {ours.numel()} values are not finite"
     error = (ours - truth).abs().max().item()
     plain_error = (plain - truth).abs().max().item()
-    allowed = factor * plain_error + TINY[dtype] * (1.0 + (truth.abs().max().item() if size is None else size))
+    allowed = slack + factor * plain_error + TINY[dtype] * (1.0 + (truth.abs().max().item() if size is None else size))
     assert error <= allowed, f"{name}: error {error:.3e} > allowed {allowed:.3e} (plain attention: {plain_error:.3e})"
 
 
@@ -183,8 +191,19 @@ def assert_same(ours: Tensor, expected: Tensor, what: object = "") -> None:
     torch.testing.assert_close(ours, expected, rtol=few, atol=few * largest, msg=lambda text: f"{what}: {text}")
 
 
+def delta_error(truth: dict[str, Tensor], grad_out: Tensor, dtype: torch.dtype) -> Tensor:
+    """[batch, heads, rows]: what backward's delta = rowsum(dO * O) may be off by, since it sees O rounded to its dtype, where plain
+    attention has the probabilities. It shifts all dS of a row together, so it shows where they nearly cancel."""
+    return (grad_out.double() * truth["out"].double()).abs().sum(-1) * (torch.finfo(dtype).eps / 2)
+
+
 def compare(
-    ours: dict[str, Tensor], truth: dict[str, Tensor], plain: dict[str, Tensor], single: Tensor, dtype: torch.dtype
+    ours: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    plain: dict[str, Tensor],
+    single: Tensor,
+    dtype: torch.dtype,
+    slack: dict[str, float] | None = None,
 ) -> None:
     """`single` is plain attention's lse in the accumulate type: lse is never returned in a narrow type."""
     problems = []
@@ -199,7 +218,8 @@ def compare(
                 factor, size = (FORWARD, None) if name == "out" else (GRADIENT, largest)
                 if name == "dmask":  # of a broadcast mask: adds up the roundings of many rows, which cancel in the truth
                     size = largest * math.sqrt(truth["lse"].numel() / max(1, math.prod(truth[name].shape[:3])))
-                assert_within(name, ours[name], truth[name], plain[name], factor, dtype, size)
+                extra = (slack or {}).get(name, 0.0)
+                assert_within(name, ours[name], truth[name], plain[name], factor, dtype, size, extra)
         except AssertionError as problem:
             problems.append(str(problem))
     assert not problems, "\n".join(problems)
@@ -212,5 +232,10 @@ def check(case: Case, inputs: Inputs, *, gradients: bool, grad_lse: bool = False
     truth = run_reference(case, inputs, torch.float64, gradients=gradients, grad_lse=grad_lse)
     plain = run_reference(case, inputs, dtype, gradients=gradients, grad_lse=grad_lse)
     single = run_reference(case, inputs, accumulate_type(dtype), gradients=False)["lse"]
-    compare(ours, truth, plain, single, dtype)
+    slack = {}
+    if "dmask" in ours and dtype.itemsize == 2 and inputs.mask is not None and inputs.mask.size(2) == 1:
+        rows = delta_error(truth, inputs.grad_out, dtype)  # independent from row to row: they add up as a random walk
+        reduced = [dim for dim in range(3) if inputs.mask.size(dim) == 1]
+        slack["dmask"] = 2 * rows.pow(2).sum(reduced).sqrt().max().item()
+    compare(ours, truth, plain, single, dtype, slack)
     return ours

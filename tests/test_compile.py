@@ -207,6 +207,8 @@ def test_torch_func_inside_compile(device: str):
 
 
 def test_compiled_autograd_of_an_eager_forward(device: str):
+    if device != "cpu":
+        pytest.skip("torch stands a CPU tensor in for the absent gradient of lse, and FakeTensor refuses mixed devices")
     leaves = rows_first(device)
     expected = gradients(FUNCTIONS["operator"], leaves)
     out = FUNCTIONS["operator"](*leaves)

@@ -9,7 +9,19 @@ import torch
 
 import reference
 from cases import Case, make_inputs
-from compare import DTYPES, FORWARD, GRADIENT, assert_same, assert_within, check, compare, differentiate, dtype_name, poisoned
+from compare import (
+    DTYPES,
+    FORWARD,
+    GRADIENT,
+    assert_same,
+    assert_within,
+    check,
+    compare,
+    delta_error,
+    differentiate,
+    dtype_name,
+    poisoned,
+)  # fmt: skip
 
 forward = torch.ops.flash.attention_forward
 
@@ -130,7 +142,10 @@ def test_padded_keys_do_not_reach_the_gradient(rows: int, device: str):
         plain = run(reference.attention, torch.bfloat16, **options)
         with poisoned(device):
             ours = run(forward, torch.bfloat16, attn_mask, window_right=right)
-        compare(ours, truth, plain, run(reference.attention, torch.float32, **options)["lse"], torch.bfloat16)
+        # Keys of size 960 weigh the part of delta's error that all keys of a row share.
+        shared = delta_error(truth, grad, torch.bfloat16).max().item() * key.abs().max().item() / math.sqrt(64)
+        single = run(reference.attention, torch.float32, **options)["lse"]
+        compare(ours, truth, plain, single, torch.bfloat16, {"dquery": shared})
 
 
 @pytest.mark.parametrize("rows", [97, 128, 200, 257])

@@ -14,8 +14,9 @@ namespace flash::sm90 {
 template <class C>
 struct Consumer {
   using T = typename C::T;
-  // Row sums above this are done again with the row maximum followed: 2^(score - top) stays finite below, in fp16 also as P.
-  static constexpr float kLimit = std::is_same_v<T, __half> ? 6e4f : 0x1p64f;
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
+  // Tiles with sums beyond these are done again with the row maximum followed: sums stay finite below, and probabilities fit fp16.
+  static constexpr float kLimit = 0x1p64f, kHalfLimit = 6e4f;
 
   const ForwardArguments& p;
   const uint32_t base;
@@ -129,8 +130,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void add(const float (&sum)[2][2]) {
-    state.sum[0] += sum[0][0] + sum[0][1];
-    state.sum[1] += sum[1][0] + sum[1][1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float share = sum[r][0] + sum[r][1];
+      state.sum[r] += share;
+      if constexpr (kHalf) state.peak[r] = fmaxf(state.peak[r], share);
+    }
   }
 
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
@@ -223,7 +228,9 @@ struct Consumer {
     }
     float subtrahend[2];
     rows.reference(p.scale_log2, subtrahend);
-    const bool overflowed = __any_sync(~0u, !(rows.sum[0] < kLimit && rows.sum[1] < kLimit)) || any_large(subtrahend);
+    const bool fits =
+        rows.sum[0] < kLimit && rows.sum[1] < kLimit && (!kHalf || fmaxf(rows.peak[0], rows.peak[1]) < kHalfLimit);
+    const bool overflowed = __any_sync(~0u, !fits) || any_large(subtrahend);
     if (overflowed && lane == 0 && fate.z == 0) {
       const int entry = ptx::add_shared(base + C::kRedoAt, 1);
       ptx::store_shared(base + C::kRedoAt + 4 + 4 * entry, fate.x);

@@ -47,9 +47,11 @@ __device__ __forceinline__ void row_max(const float (&score)[kScores], float (&m
 // What this lane's two rows have folded so far. `top` is in units of the score; `sum` is this lane's share of the row's sum.
 struct Rows {
   float top[2], sum[2];
+  float peak[2];  // fp16 alone: the largest share of a block, which bounds every probability of this lane
 
   __device__ __forceinline__ void start(const float (&maximum)[2]) {
     top[0] = maximum[0], top[1] = maximum[1];
+    peak[0] = peak[1] = 0;
     sum[0] = sum[1] = 0;
   }
 
