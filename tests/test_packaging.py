@@ -121,7 +121,7 @@ def test_the_library_knows_no_python_and_no_absolute_path() -> None:
 def test_the_library_exports_only_its_header() -> None:
     """Kernels and torch's inline functions stay inside: another library may have others of the same names."""
     symbols = output("nm", "-DC", "--defined-only", Path(_load.cmake_prefix()) / "libflash_attn_ext.so").splitlines()
-    strong = {re.split(r"[[(]", line.split(maxsplit=2)[2])[0] for line in symbols if line.split(maxsplit=2)[1] in "TDBR"}
+    strong = {re.split(r"[\[(]", line.split(maxsplit=2)[2])[0] for line in symbols if line.split(maxsplit=2)[1] in "TDBR"}
     header = (Path(_load.cmake_prefix()) / "include" / "flash_attn_ext" / "attention.h").read_text()
     strong -= {"__bss_start", "_edata", "_end", "_fini", "_init"}  # the linker's own
     assert strong
