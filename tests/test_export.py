@@ -58,6 +58,8 @@ def test_save_and_load_an_exported_program(device: str, tmp_path):
 @pytest.mark.slow
 def test_ahead_of_time_package(device: str, tmp_path):
     """AOTInductor calls the operator by name through its proxy executor."""
+    if device != "cpu":
+        pytest.skip("torch 2.11 ends the process inside aoti_load_package for CUDA models where this was tried (H200)")
     query, key, value = (x.detach() for x in rows_first(device))
     mask = torch.randn(33, 33, device=device)
     length = torch.export.Dim("length", min=2, max=512)
