@@ -202,11 +202,16 @@ struct Bounds {
   }
 };
 
+// Finite masks below this, such as -FLT_MAX, count as this much and the score beside them is dropped, as it is in an fp32 sum: in log2
+// units they would overflow to -inf, and lse keeps the digits that backward needs.
+inline constexpr double kMaskFloor = -1e5;
+
 // One vector of scores, -inf where masked. `capped` is the tanh of softcap.
 template <class Real>
 FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, int at,
                                    int64_t j, const Real* bias, bool partial, Vector<Real> x, Vector<Real>* capped) {
-  const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity()), key = set(static_cast<Real>(j));
+  const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity()), floor = set(static_cast<Real>(kMaskFloor));
+  const Vector<Real> key = set(static_cast<Real>(j));
   if (rules.modified) {
     if (rules.cap_out > 0) {
       *capped = tanh(x * set(rules.cap_in));
@@ -220,7 +225,7 @@ FLASH_INLINE Vector<Real> adjusted(const Rules<Real>& rules, const Group<Real>& 
     }
     if (bias) {
       const Vector<Real> add = load(bias + j * kGroup<Real> + at);
-      x = add == masked ? masked : x + add;
+      x = add == masked ? masked : add < floor ? floor : x + add;
     }
   }
   if (partial) x = (load(bounds.first + at) <= key) & (key <= load(bounds.last + at)) ? x : masked;
