@@ -126,28 +126,26 @@ void combine(const Problem& p, const Combination& c, const Real* parts) {
   const int64_t heads = p.heads / p.kv_heads, dim = p.value_dim, lanes = c.lane_end - c.lane_begin;
   std::vector<Real> sum(dim);
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    problem::Softmax<Real> state;
+    problem::Softmax<double> state;
     std::fill(sum.begin(), sum.end(), Real(0));
     for (int64_t i = 0; i < c.parts; ++i) {
-      const Real* part = parts + (i * lanes + lane) * (dim + 2);
-      problem::Softmax<Real> other;
-      other.max = part[dim];
-      other.sum = part[dim + 1];
-      if (other.sum == 0) continue;
-      const Real factor = state.fold_max(other.max);
-      const Real weight = problem::Softmax<Real>::rescale(other.max, state.max);
-      state.sum += weight * other.sum;
+      const Real* part = parts + (i * lanes + lane) * (dim + kStatistics);
+      const double largest = static_cast<double>(part[dim]) + part[dim + 1], total = part[dim + 2];
+      if (total == 0) continue;
+      const double shrink = state.fold_max(largest), grow = problem::Softmax<double>::rescale(largest, state.max);
+      state.sum += grow * total;
+      const Real factor = static_cast<Real>(shrink), weight = static_cast<Real>(grow);
       for (int64_t d = 0; d < dim; ++d) sum[d] = sum[d] * factor + weight * part[d];
     }
     const int64_t row = c.sequence.row + (c.lane_begin + lane) / heads,
                   head = c.kv_head * heads + (c.lane_begin + lane) % heads;
-    Real factor = p.sinks ? state.fold_sink(static_cast<const Real*>(p.sinks)[head]) : Real(1);
-    factor *= state.normaliser();
+    const double shrink = p.sinks ? state.fold_sink(static_cast<const Real*>(p.sinks)[head]) : 1;
+    const Real factor = static_cast<Real>(shrink * state.normaliser());
     with_real_type<Real>(p.dtype, [&](auto tag) {
       auto* out = static_cast<decltype(tag)*>(p.out.data) + problem::offset(p.out, c.sequence.batch, head, row);
       for (int64_t d = 0; d < dim; ++d) narrow(sum[d] * factor, &out[d]);
     });
-    if (p.lse) static_cast<Real*>(p.lse)[problem::lse_offset(p, c.sequence.batch, head, row)] = state.lse();
+    if (p.lse) static_cast<Real*>(p.lse)[problem::lse_offset(p, c.sequence.batch, head, row)] = static_cast<Real>(state.lse());
   }
 }
 
@@ -172,7 +170,7 @@ void forward_as(const Problem& p, const Executor& executor) {
           const int64_t first = seen.first + i * plan.part,
                         last = parts == 1 ? seen.last : std::min(first + plan.part, seen.last);
           tasks.push_back({{&p, s, kv, lane, end, first, last, nullptr}, parts > 1 ? space : -1});
-          if (parts > 1) space += (end - lane) * (p.value_dim + 2);
+          if (parts > 1) space += (end - lane) * (p.value_dim + kStatistics);
         }
       }
   }

@@ -13,7 +13,7 @@ struct BackwardScratch {
   Real *natural_queries, *natural_douts;  // [lanes][dim]
   Real *lse, *delta;                      // [groups][kGroup]
   Real *tile, *gradient;                  // [keys][stride]: P and dS of all lanes
-  Real *bias, *keep;                      // [keys][kGroup]
+  Real *bias, *keep, *slope;              // [keys][kGroup]
   Real *keys, *values;                    // [keys][dim], widened
   Real* mask;                             // [kMaskTiles * keys][kGroup]
   bool* started;                          // [groups]: dqueries hold something
@@ -35,6 +35,7 @@ struct BackwardScratch {
     gradient = arena.take<Real>(tiling.keys * stride);
     bias = arena.take<Real>(p.mask.data ? tiling.keys * kGroup<Real> : 0);
     keep = arena.take<Real>(p.dropout_p > 0 ? tiling.keys * kGroup<Real> : 0);
+    slope = arena.take<Real>(p.softcap > 0 ? tiling.keys * kGroup<Real> : 0);
     keys = arena.take<Real>(widened ? tiling.keys * dim : 0);
     values = arena.take<Real>(widened ? tiling.keys * value_dim : 0);
     mask = arena.take<Real>(p.mask.data ? kMaskTiles * tiling.keys * kGroup<Real> : 0);
@@ -87,16 +88,19 @@ class Differentiator {
       if (begin >= end) return;
       if (p_.mask.data) mask_tile(p_, g, begin, end - begin, scratch_.bias);
       if (rules_.dropped) dropout_tile(rules_, g, s_.batch, begin, end - begin, scratch_.keep);
-      differentiate<Real, NV>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
-                              rules_.dropped ? scratch_.keep : nullptr, begin < all.first || end > all.last, chain, end - begin,
-                              tile + (begin - from) * stride, gradient + (begin - from) * stride, stride, lse, delta);
+      Real *p = tile + (begin - from) * stride, *ds = gradient + (begin - from) * stride;
+      adjust<Real>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
+                   begin < all.first || end > all.last, end - begin, p, stride, scratch_.slope);
+      differentiate<Real, NV, false>(rules_.scale, end - begin, p, ds, stride, lse, delta,
+                                     rules_.dropped ? scratch_.keep : nullptr,
+                                     chain && p_.softcap > 0 ? scratch_.slope : nullptr);
     };
     if (rules_.modified || rules_.dropped) return careful(from, to);
     const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
     careful(from, full);
     if (full < full_end)
-      differentiate_plain<Real, NV>(rules_.scale, full_end - full, tile + (full - from) * stride,
-                                    gradient + (full - from) * stride, stride, lse, delta);
+      differentiate<Real, NV, true>(rules_.scale, full_end - full, tile + (full - from) * stride,
+                                    gradient + (full - from) * stride, stride, lse, delta, nullptr, nullptr);
     careful(full_end, to);
   }
 

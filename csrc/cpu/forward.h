@@ -183,7 +183,7 @@ class Forward {
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     if (rules_.modified) {
       scores<Real, NV, false>(keys.data, keys.stride, queries(i), p_.head_dim, tile, kGroup<Real>, to - from, nullptr);
-      finish_scores<NV>(g, from, to, from < all.first || to > all.last);
+      finish_scores(g, from, to, from < all.first || to > all.last);
     } else {  // the maximum is taken in passing where every row sees the key
       const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
       const auto edge = [&](int64_t begin, int64_t end) {
@@ -191,7 +191,9 @@ class Forward {
         Real* at = tile + (begin - from) * kGroup<Real>;
         scores<Real, NV, false>(keys.data + (begin - from) * keys.stride, keys.stride, queries(i), p_.head_dim, at,
                                 kGroup<Real>, end - begin, nullptr);
-        adjust<Real, NV>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), nullptr, true, end - begin, at, now);
+        adjust<Real>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), nullptr, true, end - begin, at, kGroup<Real>,
+                     nullptr);
+        take_largest(g.vectors, end - begin, at, now);
       };
       edge(from, full);
       if (full < full_end)
@@ -219,7 +221,7 @@ class Forward {
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     with_vectors(g.vectors, [&](auto vectors) {
       constexpr int NV = decltype(vectors)::value;
-      finish_scores<NV>(g, from, to, from < all.first || to > all.last);
+      finish_scores(g, from, to, from < all.first || to > all.last);
       probabilities<NV>(0, from, to);
     });
     few_accumulate<Real, T>(values, p_.value.row, to - from, p_.value_dim, scratch_.tile, g.lanes, scratch_.factor,
@@ -227,11 +229,11 @@ class Forward {
     scratch_.started[0] = true;
   }
 
-  template <int NV>
   void finish_scores(const Group<Real>& g, int64_t from, int64_t to, bool partial) {
     if (p_.mask.data) mask_tile(p_, g, from, to - from, scratch_.bias);
-    adjust<Real, NV>(rules_, g, Bounds<Real>(g, interval_, from, to - from), p_.mask.data ? scratch_.bias : nullptr, partial,
-                     to - from, scratch_.tile, scratch_.now);
+    adjust<Real>(rules_, g, Bounds<Real>(g, interval_, from, to - from), p_.mask.data ? scratch_.bias : nullptr, partial,
+                 to - from, scratch_.tile, kGroup<Real>, nullptr);
+    take_largest(g.vectors, to - from, scratch_.tile, scratch_.now);
   }
 
   template <int NV>
@@ -241,7 +243,7 @@ class Forward {
                                scratch_.now, scratch_.total + i * kGroup<Real>, scratch_.factor);
     if (rules_.dropped) {
       dropout_tile(rules_, scratch_.groups[i], s_.batch, from, to - from, scratch_.keep);
-      drop<Real, NV>(scratch_.keep, to - from, scratch_.tile);
+      drop<Real>(scratch_.groups[i].vectors, scratch_.keep, to - from, scratch_.tile);
     }
     return moved;
   }
@@ -255,20 +257,24 @@ class Forward {
     T* out[kGroup<Real>];
     Real* part[kGroup<Real>];
     for (int lane = 0; lane < g.lanes; ++lane) {
-      problem::Softmax<Real> state;
-      state.max = scratch_.largest[i * kGroup<Real> + lane] * rules_.unit;
+      // In double: lse is rounded once, which is all that backward loses by starting from it.
+      problem::Softmax<double> state;
+      state.max = static_cast<double>(scratch_.largest[i * kGroup<Real> + lane]) * rules_.scale * state.kLog2e;
       state.sum = scratch_.total[i * kGroup<Real> + lane];
       factor[lane] = 1;
       if (task_.partial) {
-        part[lane] = static_cast<Real*>(task_.partial) + (i * kGroup<Real> + lane) * (p_.value_dim + 2);
-        part[lane][p_.value_dim] = state.max;
-        part[lane][p_.value_dim + 1] = state.sum;
+        part[lane] = static_cast<Real*>(task_.partial) + (i * kGroup<Real> + lane) * (p_.value_dim + kStatistics);
+        Real* statistics = part[lane] + p_.value_dim;
+        statistics[0] = static_cast<Real>(state.max);
+        statistics[1] = state.sum == 0 ? Real(0) : static_cast<Real>(state.max - statistics[0]);
+        statistics[2] = static_cast<Real>(state.sum);
         continue;
       }
-      if (p_.sinks) factor[lane] = state.fold_sink(static_cast<const Real*>(p_.sinks)[g.head[lane]]);
-      factor[lane] *= state.normaliser();
+      const double shrink = p_.sinks ? state.fold_sink(static_cast<const Real*>(p_.sinks)[g.head[lane]]) : 1;
+      factor[lane] = static_cast<Real>(shrink * state.normaliser());
       if (p_.lse)
-        static_cast<Real*>(p_.lse)[problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane])] = state.lse();
+        static_cast<Real*>(p_.lse)[problem::lse_offset(p_, s_.batch, g.head[lane], s_.row + g.row[lane])] =
+            static_cast<Real>(state.lse());
     }
     if (task_.partial) {
       if (few_) {

@@ -15,13 +15,16 @@ struct Tiling {
   int64_t keys;   // rows of a tile of scores
 };
 
+constexpr int64_t kStatistics = 3;
+
 struct ForwardTask {
   const problem::Problem* problem;
   problem::Sequence sequence;
   int64_t kv_head;
   int64_t lane_begin, lane_end;
   int64_t key_begin, key_end;  // all keys, or one part of them
-  void* partial;  // null: write out and lse. Else Real [lanes][value_dim + 2]: sums, their maximum (log2), their total
+  void* partial;  // null: write out and lse. Else Real [lanes][value_dim + kStatistics]: sums, their maximum in log2
+                  // units as two numbers to be added, their total
 };
 
 struct Range {

@@ -155,10 +155,23 @@ FLASH_INLINE Vector<float> load(const Float16* p) {
 }
 template <class Real>
 FLASH_INLINE Vector<Real> load(const Bool* p) {
-  typename Types<Real>::Byte bytes;
-  std::memcpy(&bytes, p, sizeof(bytes));
-  const auto keep = __builtin_convertvector(bytes, typename Types<Real>::Int) != 0;
-  return keep ? Vector<Real>{} : set<Real>(-std::numeric_limits<Real>::infinity());
+  using Int = typename Types<Real>::Int;
+  Int keep;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Real) == 4) {
+    keep = (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  } else
+#elif defined(__AVX2__)
+  if constexpr (sizeof(Real) == 4) {
+    keep = (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  } else
+#endif
+  {
+    typename Types<Real>::Byte bytes;
+    std::memcpy(&bytes, p, sizeof(bytes));
+    keep = __builtin_convertvector(bytes, Int);
+  }
+  return keep != 0 ? Vector<Real>{} : set(-std::numeric_limits<Real>::infinity());
 }
 template <class Real, class T>
 FLASH_INLINE Vector<Real> load(const T* p) {
