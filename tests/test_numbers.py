@@ -97,9 +97,13 @@ def test_rows_masked_by_the_smallest_number(device: str):
     query, key, value = (random(1, 1, 3, 4, device=device) for _ in range(3))
     mask = torch.ones(1, 1, 3, 3, device=device)
     mask[..., 0, :] = torch.finfo(torch.float32).min
-    result = gradients_of(device, query, key, value, attn_mask=mask)
-    torch.testing.assert_close(result["out"][0, 0, 0], value[0, 0].mean(0))
-    assert all(tensor.isfinite().all() for tensor in result.values())
+    leaves, grad = {"query": query, "key": key, "value": value, "mask": mask}, torch.randn_like(query)
+    ours = differentiate(lambda x: forward(x["query"], x["key"], x["value"], x["mask"]), leaves, grad, None)
+    plain = differentiate(lambda x: reference.attention(x["query"], x["key"], x["value"], mask=x["mask"]), leaves, grad, None)
+    torch.testing.assert_close(ours["out"][0, 0, 0], value[0, 0].mean(0))
+    assert ours["lse"].isfinite().all()
+    for name in ("out", "dquery", "dkey", "dvalue", "dmask"):  # lse of such a row has few digits left for backward
+        torch.testing.assert_close(ours[name], plain[name], rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
 
     query, key, value = (random(2, 2, 141, 64, device=device) for _ in range(3))
     mask = torch.zeros(1, 1, 141, 141, device=device)
