@@ -1,4 +1,4 @@
-"""The one table of shapes and options. Tests and benchmarks take their cases from here."""
+"""The one table of shapes and options that the tests run over."""
 
 from __future__ import annotations
 
