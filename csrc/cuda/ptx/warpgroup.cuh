@@ -23,6 +23,14 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A value that all lanes of a warp hold, in a uniform register: REDUX writes one, and what is computed from it stays uniform. For loop
+// bounds above all: ptxas keeps what a loop of unproven bounds carries in vector registers, and matrix descriptors made of those cost
+// two R2UR a product. redux.sync.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return static_cast<T>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
+}
+
 // stmatrix.x4: four 8x8 matrices of 16-bit elements to shared memory, laid out as ldmatrix reads them (ptx/matrix.cuh).
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),

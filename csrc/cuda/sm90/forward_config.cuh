@@ -76,9 +76,6 @@ template <int kStages>
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
-  // The stage in a uniform register (REDUX writes one), whatever ptxas made of `stage`: matrix descriptors then stay uniform, where each
-  // product would else need two R2UR. Whole warps only.
-  __device__ __forceinline__ uint32_t uniform_stage() const { return __reduce_or_sync(~0u, static_cast<unsigned>(stage)); }
   __device__ __forceinline__ void next() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }

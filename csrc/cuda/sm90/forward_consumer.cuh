@@ -33,7 +33,7 @@ struct Consumer {
   Rows state;
 
   __device__ __forceinline__ Consumer(const ForwardArguments& p, uint32_t base, Barriers<C> barriers, int group)
-      : p(p), base(base), barriers(barriers), group(group) {}
+      : p(p), base(ptx::uniform(base)), barriers(barriers), group(group) {}
 
   __device__ __forceinline__ void release(uint32_t barrier) {
     if (lane == 0) ptx::arrive(barrier);
@@ -48,7 +48,7 @@ struct Consumer {
   __device__ __forceinline__ Tile fetch() {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
     const Slot from{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::load_shared_volatile(from.kind()))};
+    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(from.kind())))};
     slot.next();
     return tile;
   }
@@ -59,13 +59,13 @@ struct Consumer {
 
   // Descriptors of the current stages.
   __device__ __forceinline__ uint64_t describe_query() const {
-    return ptx::describe_matrix(base + C::kQueryAt + query.uniform_stage() * C::kQueryBytes + group * 64 * 128, 16, 1024);
+    return ptx::describe_matrix(base + C::kQueryAt + query.stage * C::kQueryBytes + group * 64 * 128, 16, 1024);
   }
   __device__ __forceinline__ uint64_t describe_key() const {
-    return ptx::describe_matrix(base + C::kKeyAt + key.uniform_stage() * C::kKeyBytes, 16, 1024);
+    return ptx::describe_matrix(base + C::kKeyAt + key.stage * C::kKeyBytes, 16, 1024);
   }
   __device__ __forceinline__ uint64_t describe_value() const {
-    return ptx::describe_matrix(base + C::kValueAt + value.uniform_stage() * C::kKeyBytes, C::kKeyPanel, 1024);
+    return ptx::describe_matrix(base + C::kValueAt + value.stage * C::kKeyBytes, C::kKeyPanel, 1024);
   }
 
   // score = Q K^T, as one batch.
@@ -196,12 +196,13 @@ struct Consumer {
     const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key full_end * kKeys
     const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
-    const int quick_end = max(full_begin, first);
-    int exact_end = safe ? first : max(full_end, first);
-    int block = static_cast<int>(place.w) - 1;
+    // Uniform bounds make uniform loops, in which the stages of the rings stay in uniform registers and with them all matrix descriptors.
+    const int quick_end = ptx::uniform(max(full_begin, first)), end = ptx::uniform(first);
+    int exact_end = ptx::uniform(safe ? first : max(full_end, first));
+    int block = ptx::uniform(static_cast<int>(place.w) - 1);
     // Twice, so that each step is in the code once: the right edge, the middle; the left edge of a window, nothing.
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass, exact_end = first) {
+    for (int pass = 0; pass < 2; ++pass, exact_end = end) {
 #pragma unroll 1
       for (; block >= exact_end; --block) step<true>(tile, block);
 #pragma unroll 1
