@@ -119,18 +119,24 @@ __device__ __forceinline__ void cap(float (&score)[kScores], float cap_scale) {
   for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, ptx::reciprocal(ptx::exp2(score[i] * unit) + 1.f), 1.f);
 }
 
-// -inf where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart.
+// Which of a lane's keys of a row lie below `end`: bit 2 j + e is key 8 j + e, all counted from the lane's first key.
+__device__ __forceinline__ uint32_t keys_below(int end) {
+  const int from = max(end, 0), count = from / 8 * 2 + min(from % 8, 2);
+  return ~__funnelshift_lc(0u, ~0u, count);
+}
+
+// -inf where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart. One bit per key: ptxas turns eight of
+// them into predicates at once (R2P), where comparisons would cost two instructions a score.
 template <int kScores>
 __device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int first_key, int left, int right, int keys) {
+  static_assert(kScores <= 64);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int end = min(keys, first_row + 8 * r + right + 1) - first_key, begin = first_row + 8 * r - left - first_key;
+    const int row = first_row + 8 * r;
+    const uint32_t seen = keys_below(min(keys, row + right + 1) - first_key) & ~keys_below(row - left - first_key);
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (8 * i + e >= end || 8 * i + e < begin) score[4 * i + 2 * r + e] = -INFINITY;
-    }
+    for (int i = 0; i < kScores / 2; ++i)
+      if ((seen & (1u << i)) == 0) score[4 * (i / 2) + 2 * r + i % 2] = -INFINITY;
   }
 }
 
