@@ -16,7 +16,7 @@ struct Producer {
   Ring<C::kQueries> query;
   Ring<C::kStages> key, value;
   Ring<C::kSlots> slot;
-  int claimed = -1;  // last tile taken from the grid
+  int claimed = blockIdx.x;  // next tile of the grid for this block; -1: to be claimed
   int redo = -1;     // next entry of the redo list, once the grid is exhausted
 
   __device__ __forceinline__ Slot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
@@ -28,10 +28,11 @@ struct Producer {
     int index = -1;
     if (redo < 0) {
       do {
-        claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
+        claim();
         index = claimed;
-      } while (claimed < p.tiles && !decode<C::kRows, C::kKeys>(p, claimed, slot));
-      if (claimed >= p.tiles) {
+        claimed = -1;
+      } while (index < p.tiles && !decode<C::kRows, C::kKeys>(p, index, slot));
+      if (index >= p.tiles) {
         redo = 0;
         kind = Kind::kDrain;
       }
@@ -46,6 +47,11 @@ struct Producer {
     }
     ptx::store_shared(slot.fate(), make_uint4(index, static_cast<uint32_t>(kind), safe, 0));
     return kind;
+  }
+
+  // Takes the next tile of the grid. Early enough before next(), the round trip to the counter is hidden.
+  __device__ __forceinline__ void claim() {
+    if (claimed < 0 && redo < 0) claimed = static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
   }
 
   __device__ __forceinline__ int noted(int i) const { return ptx::load_shared_volatile(base + C::kRedoAt + 4 + 4 * i); }
@@ -110,6 +116,7 @@ struct Producer {
       } else {
         owed = first;
         int block = last - 1;
+        if (C::kEarly || block <= first) claim();
         if (block >= first) {
           load_key(block, announced);
           load_value(block + 1, announced);
@@ -118,6 +125,7 @@ struct Producer {
         if (C::kEarly) kind = announce_next();  // so early that its Q is there in time
 #pragma unroll 1
         for (; block >= first; --block) {
+          if (!C::kEarly && block == first) claim();
           load_key(block, announced);
           load_value(block + 1, announced);
         }
