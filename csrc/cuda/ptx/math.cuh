@@ -14,6 +14,13 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+// lg2.approx.ftz.f32: log2(x) to about 2^-22.
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // rcp.approx.ftz.f32: 1 / x.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

@@ -48,7 +48,8 @@ struct Consumer {
   __device__ __forceinline__ Tile fetch() {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
     const Slot from{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(from.kind())))};
+    const Tile tile{from, barriers.work_empty(slot.stage),
+                    static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(from.kind())))};
     slot.next();
     return tile;
   }
@@ -89,8 +90,8 @@ struct Consumer {
     ptx::commit_products();
   }
 
-  // score = Q K^T of the current key stage beside output += P V of the current value stage, once both are there.
-  __device__ __forceinline__ void multiply_both() {
+  // Issues score = Q K^T of the current key stage and output += P V of the current value stage, once both are there.
+  __device__ __forceinline__ void issue_both() {
     const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
     ptx::wait(barriers.key_full(key.stage), key.parity);
     begin_turn();
@@ -100,6 +101,9 @@ struct Consumer {
     ptx::fence_products();
     multiply_probability_value(v);
     end_turn();
+  }
+  // The scores are there, P V may still be under way.
+  __device__ __forceinline__ void wait_score() {
     ptx::wait_products<1>();
     release_key();
   }
@@ -159,7 +163,8 @@ struct Consumer {
   __device__ __forceinline__ void step(const Tile& tile, int block) {
     constexpr int kPairs = C::kKeys / 4;
     float subtrahend[2], sum[2][2] = {};
-    multiply_both();
+    issue_both();
+    wait_score();
     if constexpr (C::kCapped) cap(score, p.cap_scale);
     if constexpr (kExact) {
       mask_block(tile, block);
@@ -188,25 +193,31 @@ struct Consumer {
     add(sum);
   }
 
-  // Blocks [first, last) of a tile, newest first. FULL blocks below one of which every row has seen a key take the quick step.
-  __device__ __forceinline__ void walk(const Tile& tile) {
+  // The blocks of a tile behind the first, newest first: `block` down to exact_end, on to quick_end, and on to end. Uniform, since
+  // uniform bounds make uniform loops, in which the stages of the rings stay in uniform registers and with them all descriptors.
+  struct Walk {
+    int block, exact_end, quick_end, end;
+  };
+  // FULL blocks below one of which every row has seen a key take the quick step.
+  __device__ __forceinline__ Walk plan_walk(const Tile& tile) {
     const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
     const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
     const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key full_end * kKeys
     const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
-    // Uniform bounds make uniform loops, in which the stages of the rings stay in uniform registers and with them all matrix descriptors.
-    const int quick_end = ptx::uniform(max(full_begin, first)), end = ptx::uniform(first);
-    int exact_end = ptx::uniform(safe ? first : max(full_end, first));
-    int block = ptx::uniform(static_cast<int>(place.w) - 1);
+    return {ptx::uniform(static_cast<int>(place.w) - 1), ptx::uniform(safe ? first : max(full_end, first)),
+            ptx::uniform(max(full_begin, first)), ptx::uniform(first)};
+  }
+
+  __device__ __forceinline__ void walk(const Tile& tile, Walk walk) {
     // Twice, so that each step is in the code once: the right edge, the middle; the left edge of a window, nothing.
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass, exact_end = end) {
+    for (int pass = 0; pass < 2; ++pass, walk.exact_end = walk.end) {
 #pragma unroll 1
-      for (; block >= exact_end; --block) step<true>(tile, block);
+      for (; walk.block >= walk.exact_end; --walk.block) step<true>(tile, walk.block);
 #pragma unroll 1
-      for (; block >= quick_end; --block) step<false>(tile, block);
+      for (; walk.block >= walk.quick_end; --walk.block) step<false>(tile, walk.block);
     }
   }
 
@@ -227,25 +238,26 @@ struct Consumer {
       rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
       rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 2);
     }
-    float subtrahend[2];
-    rows.reference(p.scale_log2, subtrahend);
-    const bool fits =
-        rows.sum[0] < kLimit && rows.sum[1] < kLimit && (!kHalf || fmaxf(rows.peak[0], rows.peak[1]) < kHalfLimit);
-    const bool overflowed = __any_sync(~0u, !fits) || any_large(subtrahend);
-    if (overflowed && lane == 0 && fate.z == 0) {
+    float top[2];  // in log2 units
+    rows.reference(p.scale_log2, top);
+    bool fits = rows.sum[0] < kLimit && rows.sum[1] < kLimit && fabsf(top[0]) <= kLargest && fabsf(top[1]) <= kLargest;
+    if constexpr (kHalf) fits &= fmaxf(rows.peak[0], rows.peak[1]) < kHalfLimit;
+    if (__any_sync(~0u, !fits) && lane == 0 && fate.z == 0) {
       const int entry = ptx::add_shared(base + C::kRedoAt, 1);
       ptx::store_shared(base + C::kRedoAt + 4 + 4 * entry, fate.x);
     }
-    float scale[2];
+    float scale[2] = {1, 1};
+    if (p.sinks != nullptr) fold_sink(p.sinks[head], rows.sum, top, scale);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      problem::Softmax<float> softmax{rows.top[r] * p.scale_log2, rows.sum[r]};
-      const float factor = p.sinks != nullptr ? softmax.fold_sink(p.sinks[head]) : 1.f;
-      scale[r] = factor * softmax.normaliser();
-      const int i = row + lane / 4 + 8 * r, length = static_cast<int>(sequence.x);
-      if ((lane & 3) == 0 && i < length && p.lse != nullptr) {
-        const int64_t first = p.cu_seqlens_q != nullptr ? map_sequence - length : map_sequence * p.lse_batch;
-        p.lse[head * p.lse_head + first + i] = softmax.lse();
+    for (int r = 0; r < 2; ++r) scale[r] = rows.sum[r] == 0 ? 0.f : scale[r] * ptx::reciprocal(rows.sum[r]);
+    if (p.lse != nullptr) {
+      const int length = static_cast<int>(sequence.x), mine = row + lane / 4;
+      const int64_t first = p.cu_seqlens_q != nullptr ? map_sequence - length : map_sequence * p.lse_batch;
+      float* to = p.lse + head * p.lse_head + first + mine;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float lse = (top[r] + ptx::log2(rows.sum[r])) * static_cast<float>(problem::Softmax<double>::kLn2);
+        if ((lane & 3) == 0 && mine + 8 * r < length) to[8 * r] = rows.sum[r] == 0 ? -INFINITY : lse;
       }
     }
     const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
@@ -288,18 +300,21 @@ struct Consumer {
     ptx::fence_products();
     multiply_query_key(q, k);
     end_turn();
+    Walk steps = plan_walk(tile);
     ptx::wait_products<0>();
     release_key();
     first_softmax<true>(tile);
     Tile following;
     while (true) {
-      walk(tile);
+      walk(tile, steps);
       release(barriers.query_empty(query.stage));
       query.next();
       following = fetch();
       if (following.kind != Kind::kTile) break;
       ptx::wait(barriers.query_full(query.stage), query.parity);
-      multiply_both();
+      issue_both();
+      steps = plan_walk(following);
+      wait_score();
       const Rows finished = state;
       first_softmax<false>(following);
       ptx::wait_products<0>();

@@ -17,7 +17,7 @@ struct Producer {
   Ring<C::kStages> key, value;
   Ring<C::kSlots> slot;
   int claimed = blockIdx.x;  // next tile of the grid for this block; -1: to be claimed
-  int redo = -1;     // next entry of the redo list, once the grid is exhausted
+  int redo = -1;             // next entry of the redo list, once the grid is exhausted
 
   __device__ __forceinline__ Slot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
 

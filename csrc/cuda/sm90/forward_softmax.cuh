@@ -93,6 +93,16 @@ __device__ __forceinline__ float reduce_large(float (&score)[kScores], float sca
   return 1;
 }
 
+// A sink joins both rows of a lane: their sums, their references `top` in log2 units, and `factor` for their outputs.
+__device__ __forceinline__ void fold_sink(float logit, float (&sum)[2], float (&top)[2], float (&factor)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    problem::Softmax<float> softmax{sum[r] == 0 ? -INFINITY : top[r], sum[r]};
+    factor[r] = softmax.fold_sink(logit);
+    sum[r] = softmax.sum, top[r] = softmax.max;
+  }
+}
+
 // score -> 2^(score * scale_log2 - subtrahend) for the pairs [kBegin, kEnd); pairs [kPack, kEnd) also go packed into `probability`, the
 // A operand of P V. Adds to the row sums.
 template <class T, int kBegin, int kEnd, int kPack, int kScores>
