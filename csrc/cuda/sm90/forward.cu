@@ -43,8 +43,8 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   arguments.total_rows = static_cast<int>(p.total_rows);
   arguments.total_keys = static_cast<int>(p.total_keys);
   arguments.batch = static_cast<int>(p.batch);
-  arguments.heads = static_cast<int>(p.heads);
-  arguments.group = static_cast<int>(p.heads / p.kv_heads);
+  arguments.heads = Divide(static_cast<int>(p.heads));
+  arguments.group = Divide(static_cast<int>(p.heads / p.kv_heads));
   arguments.rows = static_cast<int>(p.rows);
   arguments.keys = static_cast<int>(p.keys);
   arguments.left = clamp(p.left);
@@ -53,14 +53,19 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   const bool capped = p.softcap > 0;
   arguments.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
   arguments.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
-  arguments.planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads);
   arguments.tiles = static_cast<int>(forward_tiles(p, plan.variant));
-  arguments.row_tiles = arguments.tiles / arguments.planes;
-  const bool uneven = !p.packed() && p.right < problem::kOpen;  // packed sequences are ordered one by one
-  const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
-  arguments.section =
-      uneven ? static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 1, arguments.planes))
-             : 0;
+  const int planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads);
+  const int row_tiles = arguments.tiles / planes;
+  arguments.row_tiles = Divide(row_tiles);
+  arguments.uneven = !p.packed() && p.right < problem::kOpen;  // packed sequences are ordered one by one
+  if (arguments.uneven) {
+    const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
+    const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / plane_bytes, 1, planes));
+    arguments.full_sections = planes / section;
+    arguments.section_tiles = Divide(row_tiles * section);
+    arguments.section = Divide(section);
+    arguments.last_section = Divide(std::max(planes % section, 1));
+  }
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)

@@ -57,25 +57,27 @@ struct Producer {
   __device__ __forceinline__ int noted(int i) const { return ptx::load_shared_volatile(base + C::kRedoAt + 4 + 4 * i); }
   __device__ __forceinline__ int overflowed() const { return ptx::load_shared_volatile(base + C::kRedoAt); }
 
-  // Tells the consumers about the next tile and loads its Q.
+  // Tells the consumers about the next tile; its description stays in slot `announced` until they have stored it.
   __device__ __forceinline__ Kind announce_next() {
     ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-    const Slot to = slot_at(slot.stage);
-    const Kind kind = next(to);
+    const Kind kind = next(slot_at(slot.stage));
     ptx::arrive(barriers.work_full(slot.stage));
     slot.next();
-    if (kind != Kind::kTile) return kind;
+    return kind;
+  }
+
+  __device__ __forceinline__ void load_query(int announced) {
     ptx::wait(barriers.query_empty(query.stage), query.parity ^ 1);
     const uint32_t full = barriers.query_full(query.stage), query_at = base + C::kQueryAt + query.stage * C::kQueryBytes;
-    const uint4 place = ptx::load_shared_16(to.place()), sequence = ptx::load_shared_16(to.sequence());
-    const int row = static_cast<int>(sequence.z + place.x), wrap = ptx::load_shared_volatile(to.source() + 12);
+    const Slot from = slot_at(announced);
+    const uint4 place = ptx::load_shared_16(from.place()), sequence = ptx::load_shared_16(from.sequence());
+    const int row = static_cast<int>(sequence.z + place.x), wrap = ptx::load_shared_volatile(from.source() + 12);
     ptx::arrive_expecting(full, C::kQueryBytes);
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel)
       ptx::load_box(query_at + panel * C::kQueryPanel, &p.query, full,
                     {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
     query.next();
-    return kind;
   }
 
   // A block of K or V of the tile announced in slot `announced`.
@@ -99,40 +101,42 @@ struct Producer {
     value.next();
   }
 
+  // Everything this block needs, in the order in which consumers need it. Each part is in the code once: a tile of no blocks stands
+  // for the start and for a drain.
   __device__ __forceinline__ void run() {
-    int announced = 0, before = 0;  // slots of the current tile and of the one before
-    int owed = -1;                  // first block of the tile before, if its V is still to be loaded
-    Kind kind = announce_next();
+    int announced = C::kSlots - 1, before = 0;  // slots of the current tile and of the one before
+    int owed = -1;                              // first block of the tile before, if its V is still to be loaded
+    bool begun = false;
+    Kind kind = Kind::kDrain;
     while (true) {
-      const uint4 tile = ptx::load_shared_16(slot_at(announced).place());
-      const int first = static_cast<int>(tile.z), last = static_cast<int>(tile.w);
-      if (kind == Kind::kTile) load_key(last, announced);
-      if (owed >= 0) load_value(owed, before);
-      owed = -1;
-      if (kind == Kind::kEnd) break;
-      if (kind == Kind::kDrain) {
-        ptx::wait(barriers.drained(), 0);  // all tiles are stored: the redo list is final
-        kind = announce_next();
-      } else {
-        owed = first;
-        int block = last - 1;
-        if (C::kEarly || block <= first) claim();
-        if (block >= first) {
-          load_key(block, announced);
-          load_value(block + 1, announced);
-          --block;
-        }
-        if (C::kEarly) kind = announce_next();  // so early that its Q is there in time
-#pragma unroll 1
-        for (; block >= first; --block) {
-          if (!C::kEarly && block == first) claim();
-          load_key(block, announced);
-          load_value(block + 1, announced);
-        }
-        if (!C::kEarly) kind = announce_next();
+      int first = 0, last = 0;
+      if (kind == Kind::kTile) {
+        const uint4 tile = ptx::load_shared_16(slot_at(announced).place());
+        first = static_cast<int>(tile.z), last = static_cast<int>(tile.w);
+        load_key(last, announced);
       }
+      if (owed >= 0) load_value(owed, before);
+      if (kind == Kind::kEnd) break;
+      owed = kind == Kind::kTile ? first : -1;
+      if (kind == Kind::kDrain && begun) ptx::wait(barriers.drained(), 0);  // all tiles are stored: the redo list is final
+      begun = true;
       before = announced;
       announced = announced + 1 == C::kSlots ? 0 : announced + 1;
+      // The next tile is announced after the first blocks of this one, so early that its Q is there in time. With one buffer of Q,
+      // which this tile still reads, it is announced before the last blocks, and its Q is loaded behind them.
+      const int lead = C::kEarly ? max(last - 2, first - 1) : min(first, last - 1);
+      claim();
+#pragma unroll 1
+      for (int block = last - 1;; --block) {
+        if (block == lead) {
+          kind = announce_next();
+          if (C::kEarly && kind == Kind::kTile) load_query(announced);
+        }
+        if (block < first) break;
+        load_key(block, before);
+        load_value(block + 1, before);
+      }
+      if (!C::kEarly && kind == Kind::kTile) load_query(announced);
     }
     __threadfence();
     if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
