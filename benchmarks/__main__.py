@@ -24,6 +24,7 @@ SUITES = {
     "host": "host time of one call",
     "memory": "peak extra memory over the length",
     "cpu": "forward and backward on the CPU",
+    "features": "what a feature costs beside dense attention",
     "traffic": "bytes to and from HBM over the length, counted by ncu",
 }
 RESULTS = Path(__file__).parent / "results"

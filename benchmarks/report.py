@@ -127,6 +127,14 @@ def memory(rows: list[Row]) -> Iterable[str]:
     )  # fmt: skip
 
 
+def features(rows: list[Row]) -> Iterable[str]:
+    yield "TFLOP/s of causal attention with one feature each; a window's rate counts what its rows see"
+    header = ("dtype", "D", "B", "S", "direction")
+    yield beside(
+        rows, lambda r: (r["dtype"], r["head_dim"], r["batch"], r["rows"], r["direction"]), "tflops", header, "highest"
+    )  # fmt: skip
+
+
 def traffic(rows: list[Row]) -> Iterable[str]:
     yield "bytes to and from HBM"
     total = [{**row, "bytes": str(int(row["bytes_read"]) + int(row["bytes_written"]))} for row in rows]
@@ -147,7 +155,8 @@ def cpu(rows: list[Row]) -> Iterable[str]:
 
 
 TABLES: dict[str, Callable[[list[Row]], Iterable[str]]] = {
-    "train": train, "decode": decode, "host": host, "memory": memory, "traffic": traffic, "cpu": cpu,
+    "train": train, "decode": decode, "host": host, "memory": memory, "features": features, "traffic": traffic,
+    "cpu": cpu,
 }  # fmt: skip
 
 

@@ -42,6 +42,18 @@ def test_suite_and_report(suite: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert suite not in ("train", "memory") or list(tmp_path.glob("*.png"))
 
 
+def test_features_beside_dense(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "features.csv"
+    sizes = ["--head-dims", "256", "--lengths", "32", "--tokens", "64", "--rounds", "3"]
+    assert cli.main(["features", "--device", "cpu", *sizes, "--budget", "60", "--out", str(path)]) == 0
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 7 and all(float(row["tflops"]) > 0 and float(row["of_dense"]) > 0 for row in rows)
+    capsys.readouterr()
+    assert report.main([str(path)]) == 0
+    assert "| dense |" in capsys.readouterr().out
+
+
 def test_rounds_are_interleaved_and_turn_around():
     order: list[str] = []
     calls = {name: timing.Call(lambda name=name: order.append(name)) for name in "abc"}
