@@ -15,7 +15,12 @@
 //
 // What was measured on the way (H200, 16k tokens): exact maximum in every step -10 %; polynomial 2^x on the FMA pipe -3 to -8 %;
 // P V woven into the exponentials -6 %; 176 keys -25 % at 512; Q in registers 0; clusters of 2 with multicast +2 % at 16k, -2 % at 2k.
-// Watch after every change: R2UR in the SASS (about 64; 250 means the rings left the uniform registers and costs 10 %), C75xx, spills.
+// Two or three warps share a scheduler, so what stands between a warp's products counts in full: loop bounds made
+// uniform (ptx::uniform), which keeps ring stages and descriptors in uniform registers, +3 to 9 %; masks as one bit per key, applied by
+// R2P, instead of two comparisons a score, and a finish of tiles without branches, +4 % to +12 % at 512 and 1k; tiles numbered without
+// divisions and announced from one place in the producer, whose one thread has few registers.
+// Watch after every change: R2UR in the loops of a step (0; 12 at dim 256), C75xx, spills of the consumers. A branch around scores that
+// hangs on anything but an argument of the kernel makes ptxas serialise the products (C7514).
 #pragma once
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/forward_producer.cuh"
