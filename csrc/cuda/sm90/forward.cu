@@ -50,6 +50,7 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   arguments.left = clamp(p.left);
   arguments.right = clamp(p.right);
   arguments.bottom_right = p.bottom_right;
+  arguments.edges = p.packed() || p.right < problem::kOpen || p.left < problem::kOpen || p.keys % tile.keys != 0;
   const bool capped = p.softcap > 0;
   arguments.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
   arguments.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;

@@ -145,8 +145,17 @@ struct Consumer {
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
   template <bool kPack>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
+    // The whole stage twice: ptxas serialises products around a branch within it (C7514). Few registers have no room for two.
+    if (C::kConsumerRegisters < 200 || p.edges) {
+      first_softmax<kPack, true>(tile);
+    } else {
+      first_softmax<kPack, false>(tile);
+    }
+  }
+  template <bool kPack, bool kMask>
+  __device__ __forceinline__ void first_softmax(const Tile& tile) {
     if constexpr (C::kCapped) cap(score, p.cap_scale);
-    mask_block(tile, ptx::load_shared_volatile(tile.slot.last()));
+    if constexpr (kMask) mask_block(tile, ptx::load_shared_volatile(tile.slot.last()));
     float maximum[2], subtrahend[2], sum[2][2] = {};
     row_max(score, maximum);
     state.start(maximum);

@@ -122,12 +122,13 @@ struct Producer {
       begun = true;
       before = announced;
       announced = announced + 1 == C::kSlots ? 0 : announced + 1;
-      // The next tile is announced after the first blocks of this one, so early that its Q is there in time. With one buffer of Q,
-      // which this tile still reads, it is announced before the last blocks, and its Q is loaded behind them.
-      const int lead = C::kEarly ? max(last - 2, first - 1) : min(first, last - 1);
-      claim();
+      // The next tile is announced a few blocks before the end of this one, so early that its Q is there in time and as late as that:
+      // who claims late claims the better (causal tiles are handed out longest first). With one buffer of Q, which this tile still
+      // reads, it is announced before the last blocks, and its Q is loaded behind them.
+      const int lead = C::kEarly ? max(min(last - 2, first + 3), first - 1) : min(first, last - 1);
 #pragma unroll 1
       for (int block = last - 1;; --block) {
+        if (block == min(lead + 1, last - 1)) claim();
         if (block == lead) {
           kind = announce_next();
           if (C::kEarly && kind == Kind::kTile) load_query(announced);

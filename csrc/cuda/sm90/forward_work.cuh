@@ -30,6 +30,7 @@ struct ForwardArguments {
   int rows, keys;
   int left, right;  // row i sees keys [i + diagonal - left, i + diagonal + right]; open ends are 2^29
   bool bottom_right;
+  bool edges;        // whether any block holds keys that a row does not see
   float scale_log2;  // score * scale_log2 is the exponent; score is q.k, or tanh(q.k * cap_scale) when capped
   float cap_scale;
   // Tiles are numbered section by section: planes (dense batch * heads, packed heads) handed out together, so that their K and V stay
