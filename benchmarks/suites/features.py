@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             dense = rates.get("dense", 0.0)
             yield {
                 **cell.row(), "direction": direction, "rival": feature,
-                "milliseconds": f"{1e3 * call.median:.5f}" if call.median else "", "tflops": f"{rate:.3f}",
-                "of_dense": f"{rate / dense:.3f}" if dense else "", "calls": len(call.seconds), "refused": call.refused,
+                "milliseconds": f"{1e3 * call.median:.5f}" if call.median else "", "tflops": f"{rate:.6g}",
+                "of_dense": f"{rate / dense:.4g}" if dense else "", "calls": len(call.seconds), "refused": call.refused,
             }  # fmt: skip
         del calls
