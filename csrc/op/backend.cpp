@@ -194,16 +194,20 @@ problem::Choice choice_of_environment() {
   return name == "sm80" ? problem::Choice::kSm80 : problem::Choice::kSm90;
 }
 
+void clear_results(const Tensor& out, const Tensor& lse) {
+  out.zero_();
+  lse.fill_(-std::numeric_limits<double>::infinity());
+}
+
 OutLse forward(const Backend& backend, const Inputs& in, const Options& options) {
   check_forward(in, options);
   Tensor out = empty_in_order(in.query, out_sizes(in), in.query.options());
   Tensor lse = empty_lse(in);
-  if (in.packed != nullptr) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
-  }
   const Sizes sizes = sizes_of(in);
-  if (sizes.nothing()) return {out, lse};
+  if (sizes.nothing()) {
+    if (in.packed != nullptr) clear_results(out, lse);
+    return {out, lse};
+  }
   Call call;
   set_inputs(in, options, sizes, call);
   set_lse(lse, call);

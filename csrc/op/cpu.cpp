@@ -30,7 +30,10 @@ problem::Device device(const Tensor&) {
   return device;
 }
 
-void forward(Call& call) { cpu::forward(call.problem, executor()); }
+void forward(Call& call) {
+  if (call.problem.packed()) clear_results(call.out, call.lse);
+  cpu::forward(call.problem, executor());
+}
 
 void backward(Call& call) { cpu::backward(call.problem, call.gradients, executor()); }
 

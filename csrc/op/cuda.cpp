@@ -70,6 +70,7 @@ struct Prepared {
 void forward_cuda(Call& call) {
   const c10::cuda::CUDAGuard guard(call.query.device());
   const Prepared prepared(call, nullptr);
+  if (call.problem.packed() && prepared.plan.family != problem::Family::kSm90) clear_results(call.out, call.lse);
   raise(cuda::forward(call.problem, prepared.plan, prepared.memory(), current_stream()));
 }
 

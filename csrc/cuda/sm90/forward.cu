@@ -4,6 +4,7 @@
 #include "cuda/sm90/counters.h"
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_launch.cuh"
+#include "cuda/sm90/gaps.h"
 #include "cuda/sm90/tensor_map.h"
 #include "problem/softmax.h"
 
@@ -68,6 +69,8 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
     arguments.last_section = Divide(std::max(planes % section, 1));
   }
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
+  if (p.packed())
+    if (const cudaError_t error = clear_gaps(p, stream); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)
                                              : launch_forward<__nv_bfloat16>(plan.variant, capped, arguments, blocks, stream);
