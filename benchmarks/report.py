@@ -106,10 +106,10 @@ def train(rows: list[Row]) -> Iterable[str]:
 
 def decode(rows: list[Row]) -> Iterable[str]:
     yield "GB/s of keys and values read"
-    header = ("dtype", "B", "keys", "heads q/kv", "D")
+    header = ("dtype", "B", "rows", "keys", "heads q/kv", "D")
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["dtype"], row["batch"], row["keys"], f"{row['heads']}/{row['kv_heads']}", row["head_dim"]
+        return row["dtype"], row["batch"], row["rows"], row["keys"], f"{row['heads']}/{row['kv_heads']}", row["head_dim"]
 
     yield beside(rows, key, "gigabytes_per_second", header, "highest")
 

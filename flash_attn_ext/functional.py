@@ -167,6 +167,83 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_decode(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None = ..., *, block_table: Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_left_pad: Tensor | None = ..., k_new: Tensor | None = ...,
+    v_new: Tensor | None = ..., causal: Causal = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_decode(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None = ..., *, block_table: Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_left_pad: Tensor | None = ..., k_new: Tensor | None = ...,
+    v_new: Tensor | None = ..., causal: Causal = ..., window: Window | None = ..., scale: float | None = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    *,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_left_pad: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() of few new query rows over a long cache of keys and values, as text generation makes them. No derivative.
+
+    What the index tensors hold is read on the device only, so a call can be captured into a CUDA graph and replayed while the
+    cache grows. Note the alignment: **causal=True is bottom-right here** (the last row sees every key of its sequence), and so
+    is a window without causal.
+
+    Args:
+        query: [B, H, L, E], fp16, bf16, fp32 or fp64. Any L; fast where L * H / Hk is small.
+        k_cache: [B, Hk, S, E] of any strides, last dimension dense. [B, S, Hk, E] memory is passed as x.transpose(1, 2).
+            With block_table [pages, Hk, page size, E], pages of any size.
+        v_cache: the same with Ev for E.
+        cache_seqlens: [B] int32, keys that each sequence has in the cache, without k_new. None: S. Required with k_new.
+        block_table: [B, blocks] int32: the i-th page of a sequence, which holds its keys page size * i and following.
+        cache_batch_idx: [B] int32: which entry of the cache each sequence has. None: 0, 1, ... Not with block_table.
+        cache_left_pad: [B] int32: first keys of each sequence that no row sees. None: 0.
+        k_new, v_new: [B, Hk, L', E] and [B, Hk, L', Ev], written into the cache in place behind cache_seqlens; the rows see them.
+            cache_seqlens itself stays as it is: add L' before the next call. Rows that the cache has no room for are dropped.
+        causal, window, scale, softcap, alibi_slopes, sinks, return_lse: as attention().
+
+    Returns:
+        out [B, H, L, Ev]; with return_lse also lse [B, H, L]: natural logarithm, fp32 (fp64 for fp64).
+
+    Raises: as attention().
+
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference"; pages: Kwon et al. 2023, "Efficient Memory Management
+    for Large Language Model Serving with PagedAttention", section 4.1.
+    """
+    span = interval(causal, window, bottom_right=True)
+    appended = 0
+    if k_new is not None or v_new is not None:
+        if k_new is None or v_new is None or cache_seqlens is None:
+            raise ValueError("k_new, v_new and cache_seqlens must be given together.")
+        appended = k_new.shape[2]
+        torch.ops.flash.cache_append_(
+            k_cache, v_cache, k_new.detach(), v_new.detach(), cache_seqlens, block_table, cache_batch_idx
+        )
+    out, lse = torch.ops.flash.attention_decode(
+        query, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad, alibi_slopes, sinks,
+        appended=appended, window_left=span.left, window_right=span.right, bottom_right=span.bottom_right, scale=scale,
+        softcap=softcap,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the results over each.
 

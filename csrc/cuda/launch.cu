@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <mutex>
 
+#include "cuda/decode/launch.h"
 #include "cuda/launch.cuh"
 #include "cuda/sm80/backward.h"
 #include "cuda/sm80/forward.h"
@@ -24,9 +25,10 @@ Error failure(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
   char what[160];
   std::snprintf(what, sizeof what, "flash.attention: the %s kernel for head dims up to %d (%d rows x %d keys, %lld blocks)",
-                plan.family == problem::Family::kSm90   ? "sm90 forward"
-                : plan.direction == Direction::kForward ? "sm80 forward"
-                                                        : "sm80 backward",
+                plan.family == problem::Family::kSm90     ? "sm90 forward"
+                : plan.family == problem::Family::kDecode ? "decode"
+                : plan.direction == Direction::kForward   ? "sm80 forward"
+                                                          : "sm80 backward",
                 plan.head_dim, plan.tile_rows, plan.tile_keys, static_cast<long long>(plan.blocks));
   return sentence(error, what);
 }
@@ -78,6 +80,7 @@ Error device(int index, problem::Device* device) {
 }
 
 Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {
+  if (plan.family == problem::Family::kDecode) return decode(problem::as_decode(problem), plan, workspace, stream);
 #if defined(FLASH_ATTN_EXT_SM90)
   if (plan.family == problem::Family::kSm90) return failure(sm90::forward(problem, plan, workspace, stream), plan);
 #endif
@@ -88,6 +91,14 @@ Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream 
 
 Error backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace, Stream stream) {
   return failure(sm80::backward(problem, gradients, plan, workspace, stream), plan);
+}
+
+Error decode(const problem::Decode& d, const Plan& plan, void* workspace, Stream stream) {
+  return failure(decode::run(d, plan, workspace, stream), plan);
+}
+
+Error append(const problem::Append& a, Stream stream) {
+  return sentence(decode::append(a, stream), "flash.cache_append_ on CUDA");
 }
 
 }  // namespace flash::cuda

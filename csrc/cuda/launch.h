@@ -1,5 +1,6 @@
 // cuda/launch.h: the door to the CUDA kernels, without torch. Launches on a stream, never synchronises, never allocates.
 #pragma once
+#include "problem/decode.h"
 #include "problem/plan.h"
 #include "problem/problem.h"
 
@@ -18,6 +19,11 @@ Error forward(const problem::Problem& problem, const problem::Plan& plan, void* 
 
 Error backward(const problem::Problem& problem, const problem::Gradients& gradients, const problem::Plan& plan, void* workspace,
                Stream stream);
+
+// A plan of plan_decode().
+Error decode(const problem::Decode& decode, const problem::Plan& plan, void* workspace, Stream stream);
+
+Error append(const problem::Append& append, Stream stream);
 
 // Contiguous [count, value_dim] rows and [count] lse.
 Error merge(problem::DType dtype, int64_t count, int64_t value_dim, const void* out_a, const void* lse_a, const void* out_b,

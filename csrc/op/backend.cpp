@@ -26,23 +26,6 @@ using problem::DType;
 using problem::kOpen;
 using problem::Problem;
 
-DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kBool:
-      return DType::kBool;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    default:
-      return DType::kNone;
-  }
-}
-
 int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
 void* data_of(const Tensor& t) {
@@ -180,6 +163,23 @@ Tensor sinks_gradient(const Call& call, at::ScalarType type) {
 }
 
 }  // namespace
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kBool:
+      return DType::kBool;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return DType::kNone;
+  }
+}
 
 Array array_of(const Tensor& t) {
   if (t.dim() == 3) return {data_of(t), 0, stride_of(t, 1), stride_of(t, 0)};

@@ -6,6 +6,8 @@
 #include <torch/library.h>
 
 #include "op/arguments.h"
+#include "op/decode.h"
+#include "problem/decode.h"
 #include "problem/plan.h"
 #include "problem/problem.h"
 
@@ -37,7 +39,11 @@ struct Backend {
                 const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse);
   // seed [2] float64, keep [batch, heads, rows, keys] bool, both contiguous and on one device.
   void (*dropout_mask)(const Tensor& seed, double p, const Tensor& keep);
+  void (*decode)(const problem::Decode& decode, const Tensor& query);  // writes problem.out, problem.lse
+  void (*append)(const problem::Append& append, const Tensor& cache);
 };
+
+problem::DType dtype_of(const Tensor& tensor);  // kNone: not one of ours
 
 // [batch, heads, rows, dim] or packed [total, heads, dim], to be read.
 problem::Array array_of(const Tensor& tensor);
@@ -53,6 +59,8 @@ Gradients5 backward(const Backend& backend, const Results& results, const Inputs
                     Wanted wanted);
 OutLse merge(const Backend& backend, const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
 Tensor dropout_mask(const Backend& backend, const Tensor& seed, c10::SymIntArrayRef size, double p);
+OutLse decode(const Backend& backend, const DecodeInputs& inputs, const DecodeOptions& options);
+void append(const Backend& backend, const AppendInputs& inputs);
 std::string explain(const Backend& backend, const Inputs& inputs, const Options& options);
 
 // The kernels of one key.
@@ -68,6 +76,10 @@ struct Kernels {
   static Tensor dropout_mask(const Tensor& seed, c10::SymIntArrayRef size, double p) {
     return op::dropout_mask(backend, seed, size, p);
   }
+  static OutLse decode(const DecodeInputs& inputs, const DecodeOptions& options) {
+    return op::decode(backend, inputs, options);
+  }
+  static void append(const AppendInputs& inputs) { op::append(backend, inputs); }
   static std::string explain(const Inputs& inputs, const Options& options) { return op::explain(backend, inputs, options); }
 };
 
@@ -80,6 +92,8 @@ void register_backend(torch::Library& m) {
   m.impl("attention_varlen_backward", TORCH_FN(flat_varlen_backward<Key::backward>));
   m.impl("merge", TORCH_FN(Key::merge));
   m.impl("dropout_mask", TORCH_FN(Key::dropout_mask));
+  m.impl("attention_decode", TORCH_FN(flat_decode<Key::decode>));
+  m.impl("cache_append_", TORCH_FN(flat_append<Key::append>));
   m.impl("explain", TORCH_FN(flat_explain<Key::explain>));
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "cpu/attention.h"
+#include "cpu/decode.h"
 #include "op/backend.h"
 
 namespace flash::op {
@@ -48,7 +49,11 @@ void dropout_mask(const Tensor& seed, double p, const Tensor& keep) {
                     keep.size(3), static_cast<uint8_t*>(keep.mutable_data_ptr()), executor());
 }
 
-constexpr Backend kCpu{device, forward, backward, merge, dropout_mask};
+void decode(const problem::Decode& d, const Tensor&) { cpu::decode(d, executor()); }
+
+void append(const problem::Append& a, const Tensor&) { cpu::append(a, executor()); }
+
+constexpr Backend kCpu{device, forward, backward, merge, dropout_mask, decode, append};
 
 }  // namespace
 }  // namespace flash::op

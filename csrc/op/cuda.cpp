@@ -6,6 +6,7 @@
 
 #include "cuda/launch.h"
 #include "op/backend.h"
+#include "problem/decode.h"
 #include "problem/plan.h"
 
 namespace flash::op {
@@ -93,7 +94,22 @@ void dropout_mask_cuda(const Tensor& seed, double p, const Tensor& keep) {
                            keep.size(3), static_cast<uint8_t*>(keep.mutable_data_ptr()), current_stream()));
 }
 
-constexpr Backend kCuda{properties, forward_cuda, backward_cuda, merge_cuda, dropout_mask_cuda};
+void decode_cuda(const problem::Decode& d, const Tensor& query) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const problem::Device device = properties(query);
+  const Plan plan = problem::plan_decode(d, device);
+  TORCH_CHECK(plan.family != problem::Family::kNone, "flash.attention_decode: ", problem::describe_decode(d, device, plan));
+  Tensor workspace;
+  if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
+  raise(cuda::decode(d, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr, current_stream()));
+}
+
+void append_cuda(const problem::Append& a, const Tensor& cache) {
+  const c10::cuda::CUDAGuard guard(cache.device());
+  raise(cuda::append(a, current_stream()));
+}
+
+constexpr Backend kCuda{properties, forward_cuda, backward_cuda, merge_cuda, dropout_mask_cuda, decode_cuda, append_cuda};
 
 }  // namespace
 

@@ -5,6 +5,7 @@
 
 #include "cuda/sm90/tiles.h"
 #include "cuda/tiles.h"
+#include "problem/decode.h"
 #include "problem/plan.h"
 
 namespace flash::problem {
@@ -130,6 +131,7 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
   if (plan.family == Family::kCpu) return describe_cpu(p, device, plan);
   if (plan.family == Family::kNone) return describe_refusal(p, device, plan);
   if (plan.family == Family::kSm90) return describe_sm90(p, device, plan);
+  if (plan.family == Family::kDecode) return describe_decode(as_decode(p), device, plan);
   std::string text;
   line(text, "The %s pass runs the sm80 kernels in %s: the %s instance for %s.", name(plan.direction), name(p.dtype),
        plan.plain ? "plain" : "general",

@@ -7,6 +7,7 @@
 
 #include "cuda/sm90/tiles.h"
 #include "cuda/tiles.h"
+#include "problem/decode.h"
 #include "problem/mask.h"
 
 namespace flash::problem {
@@ -154,6 +155,7 @@ Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice cho
     plan.family = Family::kCpu;
     return plan;
   }
+  if (g == nullptr && choice == Choice::kAny && decode_takes(p, device)) return plan_decode(as_decode(p), device);
   if (g != nullptr || (!device.sm90 && choice != Choice::kSm90)) return plan_sm80(p, g, device, plan);  // one family
   const bool taken = device.sm90 && sm90::forward_refusal(p) == nullptr;
   if (choice == Choice::kSm90) return taken ? forward_sm90(p, device) : refuse(plan, kRefusedForced);

@@ -8,7 +8,7 @@
 
 namespace flash::problem {
 
-enum class Family : uint8_t { kNone, kCpu, kSm80, kSm90 };  // kNone: nothing can run the call, Plan::refused says why
+enum class Family : uint8_t { kNone, kCpu, kSm80, kSm90, kDecode };  // kNone: nothing can run the call, Plan::refused says why
 enum class Direction : uint8_t { kForward, kBackward };
 
 struct Device {
@@ -52,6 +52,9 @@ struct Plan {
   int splits = 1;               // parts the keys are cut into; > 1 needs a combine
   int64_t blocks = 0;           // CTAs of the main kernel
   int64_t workspace_bytes = 0;  // one allocation, handed to the launch
+  int cluster = 1;              // decode: CTAs of a cluster
+  int unit = 0;                 // decode: steps of tile_keys in a part, where only the device knows the lengths; 0: equal parts
+  bool evict_first = false;     // decode: keys and values leave L2 early
   uint32_t refused = 0;         // why nothing, or not a faster family, was taken: bits of Refusal
 };
 

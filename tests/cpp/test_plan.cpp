@@ -122,11 +122,11 @@ TEST(Plan, CutsTheKeysOfFewRowsTheSameWayEveryTime) {
   EXPECT_EQ(many.workspace_bytes, 0);
   EXPECT_EQ(many.blocks, 16 * (4096 / many.tile_rows));
 
-  const Problem few = problem(DType::kBFloat16, 1, 65536, 128);
+  const Problem few = problem(DType::kBFloat16, 32, 65536, 128);
   const Plan cut = forward(few);
   EXPECT_GT(cut.splits, 1);
   EXPECT_EQ(cut.blocks, 16 * cut.splits);
-  EXPECT_EQ(cut.workspace_bytes, cut.splits * 16 * (128 + 1) * 4);
+  EXPECT_EQ(cut.workspace_bytes, cut.splits * 16 * 32 * (128 + 1) * 4);
   EXPECT_EQ(forward(few).splits, cut.splits);
 
   Problem windowed = few;

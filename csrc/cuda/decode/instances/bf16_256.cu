@@ -1,0 +1,8 @@
+// Decode, bf16, head dims up to 256.
+#include "cuda/decode/kernel.cuh"
+
+namespace flash::decode {
+
+template cudaError_t launch<__nv_bfloat16, 4>(const Arguments&, dim3, cudaStream_t);
+
+}  // namespace flash::decode

@@ -1,0 +1,8 @@
+// Decode, fp16, head dims up to 256, clusters.
+#include "cuda/decode/kernel.cuh"
+
+namespace flash::decode {
+
+template cudaError_t launch<__half, 9>(const Arguments&, dim3, cudaStream_t);
+
+}  // namespace flash::decode

@@ -1,0 +1,66 @@
+// decode/kernel.cuh: attention of few query rows over a long cache. Grid (parts of the keys, kv heads x tiles of lanes, sequences).
+// Warps of a CTA share its keys chunk by chunk and meet only at the end: bound by the memory that K and V come from.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "cuda/common/attributes.cuh"
+#include "cuda/decode/cluster.cuh"
+#include "cuda/decode/launch.h"
+
+namespace flash::decode {
+
+template <class T, int kVariant>
+__global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].resident)
+    decode_kernel(const __grid_constant__ Arguments a) {
+  constexpr Tile kTile = kTiles[kVariant];
+  extern __shared__ __align__(1024) char shared[];
+  float* sums = reinterpret_cast<float*>(shared + ring_bytes(kTile));
+  float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile) + sums_bytes(kTile));
+  char* rest = shared + ring_bytes(kTile) + sums_bytes(kTile) + state_bytes(kTile);  // flag, barrier, inbox
+
+  const Segment s = Segment::find<kVariant>(a);
+  if (s.idle) return;
+  const int warp = threadIdx.x >> 5;
+  Ring<kVariant> ring(a, s, ptx::shared_address(shared));
+  int chunk = s.chunk + warp;
+#pragma unroll 1
+  for (int i = 0; i < kTile.stages; ++i) ring.issue(chunk + i * kTile.warps);
+
+  const Finish<T, kVariant> finish{a, s, sums, states};
+  const Ending<T, kVariant> ending{finish, rest};
+  ending.announce();
+
+  Warp<T, kVariant> lanes(a, s);
+#pragma unroll 1
+  for (; chunk < s.chunk_end; chunk += kTile.warps) {
+    ptx::wait_copies<kTile.stages - 1>();
+    __syncwarp();
+    lanes.step(a, s, ring.stage, chunk * kTile.keys);
+    __syncwarp();
+    ring.issue(chunk + kTile.stages * kTile.warps);
+  }
+  lanes.store(sums + warp * kTile.lanes * (kTile.bucket + 4), states + warp * kTile.lanes);
+  __syncthreads();
+  ending.run();
+}
+
+template <class T, int kVariant>
+cudaError_t launch(const Arguments& a, dim3 grid, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(shared_bytes(kVariant));
+  if (const cudaError_t error = cuda::allow_shared_memory<decode_kernel<T, kVariant>>(kBytes); error != cudaSuccess)
+    return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(a.cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = kTiles[kVariant].warps * 32;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = clustered(kVariant) ? 1 : 0;
+  return cudaLaunchKernelEx(&config, decode_kernel<T, kVariant>, a);
+}
+
+}  // namespace flash::decode

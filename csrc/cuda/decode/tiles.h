@@ -1,0 +1,55 @@
+// decode/tiles.h: the instances of the decode kernels, one row each. Plain C++: the plan and the kernels read the same rows.
+#pragma once
+#include <cstdint>
+
+namespace flash::decode {
+
+// A CTA takes one contiguous range of keys of one (sequence, kv head, tile of query lanes). A lane is (query row, head of the group).
+struct Tile {
+  int bucket;  // largest head_dim and value_dim
+  int lanes;   // query lanes: 8 per n of the tensor core products
+  int warps;   // each walks over chunks of its own until the end
+  int keys;    // of a chunk
+  int stages;  // chunks under way per warp
+  int resident;
+};
+
+// Measured on an H200, bf16: 4 warps saturate HBM while their arithmetic hides; bytes in flight count, not multiprocessors.
+inline constexpr Tile kTiles[] = {
+    // Parts are combined by the last CTA to finish, or there is one part only.
+    {64, 8, 4, 32, 2, 3},    // 0
+    {64, 16, 4, 32, 2, 2},   // 1
+    {128, 8, 4, 16, 2, 2},   // 2
+    {128, 16, 4, 16, 2, 2},  // 3: 98 KB, fits 99 KB per block too (sm_86, sm_89, sm_120)
+    {256, 8, 4, 16, 2, 1},   // 4: 161 KB
+    // Clusters push their parts through shared memory: few CTAs, so more stages.
+    {64, 8, 4, 32, 3, 1},    // 5
+    {64, 16, 4, 32, 3, 1},   // 6
+    {128, 8, 4, 16, 3, 1},   // 7
+    {128, 16, 4, 16, 2, 1},  // 8
+    {256, 8, 4, 16, 2, 1},   // 9
+};
+inline constexpr int kVariants = sizeof(kTiles) / sizeof(Tile);
+inline constexpr int kFirstCluster = 5;  // from here on
+inline constexpr int kLargestCluster = 8;
+
+constexpr bool clustered(int variant) { return variant >= kFirstCluster; }
+
+// Dynamic shared memory of a CTA: rings of K and V; sums, maxima and totals of the warps; a barrier; the inbox of a cluster.
+constexpr int64_t ring_bytes(const Tile& t) { return int64_t{t.warps} * t.stages * t.keys * t.bucket * 4; }
+constexpr int64_t sums_bytes(const Tile& t) { return int64_t{t.warps} * t.lanes * (t.bucket + 4) * 4; }
+constexpr int64_t state_bytes(const Tile& t) { return int64_t{t.warps} * t.lanes * 8; }
+constexpr int64_t inbox_bytes(const Tile& t) { return int64_t{t.lanes} * (t.bucket / 4) * 24; }
+constexpr int64_t shared_bytes(int variant) {
+  const Tile& t = kTiles[variant];
+  return ring_bytes(t) + sums_bytes(t) + state_bytes(t) + 16 + (clustered(variant) ? inbox_bytes(t) : 0);
+}
+
+// Index into kTiles for tickets, -1 if no instance holds the head dims. One of 8 lanes where they suffice.
+constexpr int variant_for(int64_t dim, int64_t lanes) {
+  if (dim <= 64) return lanes <= 8 ? 0 : 1;
+  if (dim <= 128) return lanes <= 8 ? 2 : 3;
+  return dim <= 256 ? 4 : -1;
+}
+
+}  // namespace flash::decode
