@@ -22,10 +22,10 @@ inline constexpr Tile kTiles[] = {
     {128, 8, 4, 16, 2, 2},   // 2
     {128, 16, 4, 16, 2, 2},  // 3: 98 KB, fits 99 KB per block too (sm_86, sm_89, sm_120)
     {256, 8, 4, 16, 2, 1},   // 4: 161 KB
-    // Clusters push their parts through shared memory: few CTAs, so more stages.
-    {64, 8, 4, 32, 3, 1},    // 5
+    // Clusters push their parts through shared memory: few CTAs, so more bytes under way in each.
+    {64, 8, 8, 32, 2, 1},    // 5
     {64, 16, 4, 32, 3, 1},   // 6
-    {128, 8, 4, 16, 3, 1},   // 7
+    {128, 8, 8, 16, 2, 1},   // 7: 168 KB
     {128, 16, 4, 16, 2, 1},  // 8
     {256, 8, 4, 16, 2, 1},   // 9
 };
