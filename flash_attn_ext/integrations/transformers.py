@@ -1,0 +1,166 @@
+"""Hugging Face transformers on these kernels:
+
+    import flash_attn_ext.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_attn_ext")
+
+Causal and bidirectional models, grouped heads, sliding windows, softcap, sinks, dropout; batches padded on either side, packed
+sequences, generate() with any cache, on the CPU and CUDA. Rows of padding come out as zeros.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.masking_utils import flash_attention_mask
+
+from .. import functional
+
+NAME = "flash_attn_ext"
+FEW_ROWS = 16  # up to here padding is masked; from here on it is cut out, which costs a copy and reading the lengths
+
+
+class _Packing(NamedTuple):
+    """Which tokens of a padded or packed batch there are, and in which sequences."""
+
+    indices: Tensor | None  # of the tokens in the flattened batch; None: all
+    cu_seqlens: Tensor
+    longest: int
+
+
+class _Last:
+    """What the layers of one forward pass share: computed for a tensor once, since it makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        self.of: weakref.ref[Tensor] | None = None
+        self.version = -1
+        self.result: _Packing | None = None
+
+    def get(self, tensor: Tensor, compute: Any) -> _Packing | None:
+        if torch.compiler.is_compiling() or tensor.is_inference():
+            return compute(tensor)
+        if self.of is None or self.of() is not tensor or self.version != tensor._version:
+            self.result = compute(tensor)
+            self.of, self.version = weakref.ref(tensor), tensor._version
+        return self.result
+
+
+_last_mask, _last_positions = _Last(), _Last()
+
+
+def _of_lengths(lengths: Tensor, indices: Tensor | None) -> _Packing:
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return _Packing(indices, cu_seqlens, int(lengths.max()))
+
+
+def _unpadded(mask: Tensor) -> _Packing:
+    """mask [B, S], nonzero = a token."""
+    kept = mask.bool()
+    return _of_lengths(kept.sum(1), kept.flatten().nonzero().flatten())
+
+
+def _restarts(position_ids: Tensor) -> _Packing | None:
+    """Sequences in a row, position_ids [1, L]: a new one starts where a position does not follow the one before."""
+    starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+    if starts.numel() == 0:
+        return None
+    ends = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
+    return _of_lengths(ends.diff(prepend=ends.new_zeros(1)), None)
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    is_causal: bool | None = None, s_aux: Tensor | None = None, position_ids: Tensor | None = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers' AttentionInterface: [B, H, L, D] -> ([B, L, H, D], None).
+
+    attention_mask: None, [B, S] with nonzero = a token, or [B, 1 or H, L, S] as attention() takes it, causal part included.
+    """
+    if more.get("position_bias") is not None:
+        raise NotImplementedError('attn_implementation="flash_attn_ext" does not support position_bias: use "sdpa" or "eager".')
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if sliding_window is not None:
+        options["window"] = (sliding_window - 1, sliding_window - 1)
+    if not query.dtype == key.dtype == value.dtype:  # layer norms kept in fp32, as adapters do it
+        query, key = query.to(value.dtype), key.to(value.dtype)
+
+    if more.get("block_table") is not None and more.get("k_cache") is not None:
+        return _paged(query, key, value, causal, options, **more), None
+    rows = query.shape[2]
+    options["dropout_p"] = dropout
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return functional.attention(query, key, value, attention_mask, **options).transpose(1, 2), None
+    if attention_mask is not None:
+        seen = attention_mask.shape[1]
+        if seen < key.shape[2]:  # a static cache, filled so far
+            key, value = key[:, :, :seen], value[:, :, :seen]
+        if rows > FEW_ROWS and rows == seen and not torch.compiler.is_compiling():
+            packing = _last_mask.get(attention_mask, _unpadded)
+            assert packing is not None
+            return _varlen(query, key, value, packing, causal, options), None
+        mask = attention_mask[:, None, None].bool()
+        return functional.attention(query, key, value, mask, causal=causal and "bottom_right", **options).transpose(1, 2), None
+
+    ends = [more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")]
+    longest = [more.get(f"max_length_{which}", more.get(f"max_seqlen_{which}")) for which in "qk"]
+    if None not in longest and all(isinstance(x, Tensor) for x in ends):
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        cu_seqlens = [x.to(torch.int32) for x in ends if x is not None]
+        most = [int(x) for x in longest if x is not None]
+        out = functional.attention_varlen(query, key, value, *cu_seqlens, *most, causal=causal, **options)
+        return out.unflatten(0, (-1, rows)), None
+    if position_ids is not None and causal and query.shape[0] == 1 and 1 < rows == key.shape[2] and position_ids.dim() == 2:
+        packing = _last_positions.get(position_ids, _restarts)
+        if packing is not None:
+            return _varlen(query, key, value, packing, causal, options), None
+    return functional.attention(query, key, value, causal=causal and "bottom_right", **options).transpose(1, 2), None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: _Packing, causal: bool, options: dict[str, Any]) -> Tensor:
+    batch, _, rows, _ = query.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if packing.indices is not None:
+        query, key, value = (x.index_select(0, packing.indices) for x in (query, key, value))
+    cu_seqlens, longest = packing.cu_seqlens, packing.longest
+    out: Tensor = functional.attention_varlen(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, causal=causal, **options
+    )
+    if packing.indices is not None:
+        out = out.new_zeros(batch * rows, *out.shape[1:]).index_copy(0, packing.indices, out)
+    return out.unflatten(0, (batch, rows))
+
+
+def _paged(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any], *, k_cache: Tensor, v_cache: Tensor,
+    block_table: Tensor, cu_seq_lens_k: Tensor, **more: Any,
+) -> Tensor:  # fmt: skip
+    """A step of continuous batching: one row of each sequence, [1, H, B, D], over pages [pages, page size, Hk, D]."""
+    query, key, value = (x.transpose(0, 2) for x in (query, key, value))
+    count = query.shape[0]
+    out = functional.attention_decode(
+        query, k_cache.transpose(1, 2), v_cache.transpose(1, 2), (cu_seq_lens_k.diff()[:count] - 1).to(torch.int32),
+        block_table=block_table[:count], k_new=key, v_new=value, causal=causal, **options,
+    )  # fmt: skip
+    return out.permute(2, 0, 1, 3)
+
+
+def register() -> None:
+    """Makes the name known to transformers; importing this module does it."""
+    transformers.AttentionInterface.register(NAME, attention)
+    transformers.AttentionMaskInterface.register(NAME, flash_attention_mask)
+    # Names with "flash" in them are otherwise looked for among installed packages and kernels of the hub.
+    check = getattr(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", None)
+    if check is None or hasattr(check, "before_flash_attn_ext"):
+        return
+
+    def check_others(self: Any, attn_implementation: str | None, *arguments: Any, **options: Any) -> str:
+        return NAME if attn_implementation == NAME else check(self, attn_implementation, *arguments, **options)
+
+    check_others.before_flash_attn_ext = check  # type: ignore[attr-defined]
+    transformers.PreTrainedModel._check_and_adjust_attn_implementation = check_others
+
+
+register()
