@@ -52,3 +52,15 @@ def varlen_backward(
     *args: Any, out_shape: Any = None, **options: Any,
 ) -> int:  # fmt: skip
     return _products(*_dense(query, key, value, max_seqlen_q, max_seqlen_k, cu_seqlens_q), of_scores=3, of_values=2)
+
+
+@register_flop_formula(torch.ops.flash.attention_decode)
+def decode(
+    query: Shape, k_cache: Shape, v_cache: Shape, cache_seqlens: Shape | None = None, block_table: Shape | None = None,
+    *args: Any, out_shape: Any = None, **options: Any,
+) -> int:  # fmt: skip
+    """As if every cache were full: how full it is only the device knows."""
+    batch = query[0]
+    keys = k_cache[2] * (1 if block_table is None else block_table[1])
+    key, value = (batch, k_cache[1], keys, k_cache[3]), (batch, v_cache[1], keys, v_cache[3])
+    return _products(query, key, value, of_scores=1, of_values=1)

@@ -1,7 +1,7 @@
 // op/decode.cpp: attention_decode and cache_append_: what a call must satisfy, tensors -> Decode, and the keys that no device has.
 #include "op/decode.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -132,6 +132,21 @@ OutLse meta(const DecodeInputs& in, const DecodeOptions& options) {
 }
 
 }  // namespace
+
+OutLse call_decode(const DecodeInputs& in, const DecodeOptions& o) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash::attention_decode", "").typed<decltype(flat_decode<nullptr>)>();
+  const CacheInputs& c = in.cache;
+  return op.call(in.query, c.key, c.value, c.seqlens, c.block_table, c.batch_index, c.left_pad, in.alibi_slopes, in.sinks,
+                 o.appended, o.window_left, o.window_right, o.bottom_right, o.scale, o.softcap);
+}
+
+void call_append(const AppendInputs& in) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash::cache_append_", "").typed<decltype(flat_append<nullptr>)>();
+  const CacheInputs& c = in.cache;
+  op.call(c.key, c.value, in.key, in.value, *c.seqlens, c.block_table, c.batch_index);
+}
 
 void check_decode(const DecodeInputs& in, const DecodeOptions& options) {
   Reasons reasons;

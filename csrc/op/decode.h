@@ -38,6 +38,9 @@ struct AppendInputs {
 void check_decode(const DecodeInputs& inputs, const DecodeOptions& options);
 void check_append(const AppendInputs& inputs);
 
+OutLse call_decode(const DecodeInputs& inputs, const DecodeOptions& options);  // through the dispatcher
+void call_append(const AppendInputs& inputs);
+
 using DecodeKernel = OutLse(const DecodeInputs&, const DecodeOptions&);
 using AppendKernel = void(const AppendInputs&);
 

@@ -1,6 +1,6 @@
 // op/interface.cpp: the functions of flash_attn_ext/attention.h, which call the operators through the dispatcher.
 #include "flash_attn_ext/attention.h"
-#include "op/arguments.h"
+#include "op/decode.h"
 
 namespace flash {
 namespace {
@@ -35,6 +35,20 @@ std::tuple<at::Tensor, at::Tensor> attention_varlen(const at::Tensor& query, con
                                                     const std::optional<at::Tensor>& seed) {
   const op::Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   return op::call_forward({query, key, value, op::kNoTensor, alibi_slopes, sinks, seed, &packed}, options_of(options));
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_decode(const at::Tensor& query, const Cache& cache, const Options& options,
+                                                    int64_t appended, const std::optional<at::Tensor>& alibi_slopes,
+                                                    const std::optional<at::Tensor>& sinks) {
+  const op::CacheInputs in{cache.key, cache.value, cache.seqlens, cache.block_table, cache.batch_idx, cache.left_pad};
+  return op::call_decode({query, in, alibi_slopes, sinks},
+                         {appended, symbolic(options.window_left), symbolic(options.window_right), options.bottom_right,
+                          options.scale, options.softcap});
+}
+
+void cache_append(const Cache& cache, const at::Tensor& key, const at::Tensor& value) {
+  TORCH_CHECK(cache.seqlens.has_value(), "flash::cache_append: cache.seqlens must be given.");
+  op::call_append({{cache.key, cache.value, cache.seqlens, cache.block_table, cache.batch_idx, op::kNoTensor}, key, value});
 }
 
 std::tuple<at::Tensor, at::Tensor> merge(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,

@@ -40,10 +40,13 @@ int variant_of(const Decode& d, const Device& device) {
   return variant >= 0 && decode::shared_bytes(variant) > device.shared_memory ? -1 : variant;
 }
 
-// Keys that some row sees, if the cache is full.
-int64_t visible_keys(const Problem& p) {
+// The most chunks of `unit` keys that hold a key which some row sees.
+int64_t visible_chunks(const Decode& d, int64_t unit) {
+  const Problem& p = d.problem;
   const Span span = interval(p, p.rows, p.keys).rows(0, p.rows);
-  return std::max<int64_t>(1, span.last - span.first);
+  if (span.last <= span.first) return 1;
+  if (d.cache.lengths == nullptr || span.first == 0) return ceil_div(span.last, unit) - span.first / unit;
+  return ceil_div(span.last - span.first - 1, unit) + 1;  // the window may begin anywhere in a chunk
 }
 
 // Clusters of 8 where few (sequence, kv head) pairs leave most of the GPU idle, several per pair where even they do. At most 14 of
@@ -66,7 +69,7 @@ void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t pla
     if (plan.cluster > 1) return;
   }
   if (d.cache.lengths != nullptr && planes > 16) {  // units balance sequences of unequal lengths
-    const int64_t unit = (keys <= 16384 && planes < multiprocessors ? 1024 : 4096) / tile.keys;
+    const int64_t unit = (keys <= 16384 && planes * 4 < multiprocessors * 3 ? 1024 : 4096) / tile.keys;
     plan.splits = static_cast<int>(ceil_div(chunks, unit));
     if (plan.splits > 1) plan.unit = static_cast<int>(unit);
   } else if (planes * 4 < multiprocessors * 3) {
@@ -106,7 +109,7 @@ Plan plan_decode(const Decode& d, const Device& device) {
   plan.tile_rows = tile.lanes;
   plan.tile_keys = tile.keys;
   const int64_t planes = p.batch * p.kv_heads * ceil_div(lanes_of(p), tile.lanes);
-  const int64_t chunks = ceil_div(visible_keys(p) - 1, tile.keys) + 1;  // they may begin anywhere in a chunk
+  const int64_t chunks = visible_chunks(d, tile.keys);
   choose_parts(plan, d, device, planes, chunks);
   plan.blocks = planes * plan.splits;
   // Measured: reading past L2 gains up to 10 % while other work's dirty lines fill it, and costs 5 % where the cache is much larger.

@@ -9,15 +9,16 @@
 namespace flash::decode {
 
 inline constexpr unsigned kWarp = 0xffffffffu;
+inline constexpr int kRun = 16;  // keys that lie one row apart in pages of multiples of 16
 
 template <int kVariant>
 struct Ring {
   static constexpr Tile kTile = kTiles[kVariant];
-  static constexpr int kKeys = kTile.keys, kWarps = kTile.warps;
+  static constexpr int kKeys = kTile.keys, kWarps = kTile.warps, kRuns = kKeys / kRun;
   static constexpr int kPieces = kTile.bucket / 8, kRows = 32 / kPieces;  // a copy of all lanes brings kRows rows
   static constexpr int kPanel = kKeys * 128, kHalf = kKeys * kTile.bucket * 2, kStage = 2 * kHalf;
 
-  const char *key, *value;          // this lane's piece of row 0 of the sequence, or of entry 0 under a block table
+  const char *key, *value;          // this lane's piece of its first row of the sequence, or of entry 0 under a block table
   const char *any_key, *any_value;  // what a copy of 0 bytes points to
   int64_t key_row, value_row;       // bytes
   int64_t key_entry, value_entry;   // bytes, under a block table
@@ -25,16 +26,19 @@ struct Ring {
   int begin, end, chunk_end;
   uint32_t first, stage;  // shared addresses: of the ring, of the stage that is filled next
   uint64_t policy;        // of L2, 0: its own
+  const char *next_key[kRuns],
+      *next_value[kRuns];  // the runs of the chunk that is fetched next: known before its stage is free
 
-  // Block table. Pages of whole chunks: lane i knows where the i-th of the next 32 chunks lies, and of the 32 after them. Other
-  // pages: lane i knows where row i of the next chunk lies.
+  // Block table. Pages of whole runs: lane i knows where the i-th of the next 32 runs lies, and of the 32 after them. Other pages:
+  // lane i knows where row i of the next chunk lies.
   const int* table;
   int page_size, entries;
   bool whole;
   int entry, slot, coming_entry, coming_slot, used;
 
   __device__ __forceinline__ Ring(const Arguments& a, const Segment& s, uint32_t shared) {
-    const int lane = threadIdx.x & 31, piece = lane % kPieces;
+    const int lane = threadIdx.x & 31, piece = lane % kPieces, row = lane / kPieces;
+    const int chunk = s.chunk + (threadIdx.x >> 5);
     begin = s.begin, end = s.end, chunk_end = s.chunk_end;
     first = stage = shared + (threadIdx.x >> 5) * (kTile.stages * kStage);
     policy = a.evict_first ? ptx::policy_evict_first() : 0;
@@ -42,8 +46,8 @@ struct Ring {
     key_row = a.key_strides.row * 2, value_row = a.value_strides.row * 2;
     key_entry = a.key_strides.batch * 2, value_entry = a.value_strides.batch * 2;
     has_key = piece * 8 < a.head_dim, has_value = piece * 8 < a.value_dim;
-    key = any_key + s.kv_head * a.key_strides.head * 2 + piece * 16;
-    value = any_value + s.kv_head * a.value_strides.head * 2 + piece * 16;
+    key = any_key + s.kv_head * a.key_strides.head * 2 + piece * 16 + row * key_row;
+    value = any_value + s.kv_head * a.value_strides.head * 2 + piece * 16 + row * value_row;
     table = a.block_table;
     if (table == nullptr) {
       int sequence = s.batch;
@@ -52,17 +56,72 @@ struct Ring {
     } else {
       table += s.batch * a.table_stride;
       page_size = a.page_size, entries = a.entries;
-      whole = page_size % kKeys == 0;
+      whole = page_size % kRun == 0;
       used = 0;
-      const int chunk = s.chunk + (threadIdx.x >> 5);
       if (whole) {
-        find((chunk + lane * kWarps) * kKeys, &entry, &slot);
-        find((chunk + (32 + lane) * kWarps) * kKeys, &coming_entry, &coming_slot);
+        find(key_of_run(chunk, lane), &entry, &slot);
+        find(key_of_run(chunk, 32 + lane), &coming_entry, &coming_slot);
       } else {
         find(chunk * kKeys + lane % kKeys, &entry, &slot);
       }
     }
+    locate(chunk);
     if (kPieces * 8 != a.head_dim) clear_tails(a.head_dim);
+  }
+
+  // Starts the copies of a chunk, if this CTA has it, as one group. Chunks come in their order.
+  __device__ __forceinline__ void issue(int chunk) {
+    if (chunk < chunk_end) {
+      const int at = chunk * kKeys;
+      if (at >= begin && at + kKeys <= end && (table == nullptr || whole)) {
+        copy();
+      } else {
+        copy_rows(chunk);
+      }
+      if (table != nullptr && !whole) find((chunk + kWarps) * kKeys + (threadIdx.x & 31) % kKeys, &entry, &slot);
+      locate(chunk + kWarps);
+    }
+    ptx::commit_copies();
+    stage += kStage;
+    if (stage == first + kTile.stages * kStage) stage = first;
+  }
+
+ private:
+  // The first key of the i-th run from `chunk` on that this warp fetches.
+  static __device__ __forceinline__ int key_of_run(int chunk, int i) {
+    return (chunk + i / kRuns * kWarps) * kKeys + i % kRuns * kRun;
+  }
+
+  // Where a key lies. Keys that this CTA does not fetch lie anywhere.
+  __device__ __forceinline__ void find(int at, int* entry, int* slot) const {
+    const bool inside = at < end && at < chunk_end * kKeys;
+    const int page = inside ? static_cast<int>(static_cast<unsigned>(at) / static_cast<unsigned>(page_size)) : 0;
+    *slot = inside ? at - page * page_size : 0;
+    *entry = inside ? min(max(__ldg(table + page), 0), entries - 1) : 0;
+  }
+
+  // Sets next_key and next_value.
+  __device__ __forceinline__ void locate(int chunk) {
+    if (chunk >= chunk_end) return;
+    if (table == nullptr) {
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        next_key[run] = key + (chunk * kKeys + run * kRun) * key_row;
+        next_value[run] = value + (chunk * kKeys + run * kRun) * value_row;
+      }
+    } else if (whole) {
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const int page = __shfl_sync(kWarp, entry, used & 31), row = __shfl_sync(kWarp, slot, used & 31);
+        next_key[run] = key + page * key_entry + row * key_row;
+        next_value[run] = value + page * value_entry + row * value_row;
+        ++used;
+      }
+      if ((used & 31) == 0) {
+        entry = coming_entry, slot = coming_slot;
+        find(key_of_run(chunk + kWarps, 32 + (threadIdx.x & 31)), &coming_entry, &coming_slot);
+      }
+    }
   }
 
   // Columns of K past head_dim meet zeros of Q: they must be finite.
@@ -75,82 +134,51 @@ struct Ring {
     }
   }
 
-  __device__ __forceinline__ void find(int at, int* entry, int* slot) const {
-    const bool inside = at < end && at < chunk_end * kKeys;
-    const int page = inside ? static_cast<int>(static_cast<unsigned>(at) / static_cast<unsigned>(page_size)) : 0;
-    *slot = inside ? at - page * page_size : 0;
-    *entry = inside ? min(max(__ldg(table + page), 0), entries - 1) : 0;
-  }
-
   static __device__ __forceinline__ uint32_t place(uint32_t half, int row, int piece) {
     return half + (piece >> 3) * kPanel + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
   }
 
-  // Starts the copies of a chunk, if this CTA has it, as one group.
-  __device__ __forceinline__ void issue(int chunk) {
-    if (chunk < chunk_end) {
-      const int at = chunk * kKeys;
-      const bool inside = at >= begin && at + kKeys <= end;
-      if (table == nullptr) {
-        inside ? copy(key + at * key_row, value + at * value_row) : copy_rows(chunk, false);
-      } else if (whole) {
-        const int page = __shfl_sync(kWarp, entry, used & 31), row = __shfl_sync(kWarp, slot, used & 31);
-        if (inside) {
-          copy(key + page * key_entry + row * key_row, value + page * value_entry + row * value_row);
-        } else {
-          copy_rows(chunk, true);
-        }
-        if ((++used & 31) == 0) {
-          entry = coming_entry, slot = coming_slot;
-          find((chunk + (33 + (threadIdx.x & 31)) * kWarps) * kKeys, &coming_entry, &coming_slot);
-        }
-      } else {
-        copy_rows(chunk, true);
-        find((chunk + kWarps) * kKeys + (threadIdx.x & 31) % kKeys, &entry, &slot);
-      }
-    }
-    ptx::commit_copies();
-    stage += kStage;
-    if (stage == first + kTile.stages * kStage) stage = first;
-  }
-
- private:
-  // A whole chunk whose rows lie one key_row (value_row) apart.
-  __device__ __forceinline__ void copy(const char* from_key, const char* from_value) const {
-    const int row = (threadIdx.x & 31) / kPieces, piece = (threadIdx.x & 31) % kPieces;
-    from_key += row * key_row, from_value += row * value_row;
-    const auto all = [&](auto one, const char* from, int64_t step, uint32_t half) {
+  // A whole chunk, run by run.
+  __device__ __forceinline__ void copy() const {
+    const auto all = [&](auto one, const char* const(&from)[kRuns], int64_t step, uint32_t half) {
+      const int row = (threadIdx.x & 31) / kPieces, piece = (threadIdx.x & 31) % kPieces;
 #pragma unroll
-      for (int n = 0; n < kKeys / kRows; ++n, from += step) one(place(half, row + n * kRows, piece), from);
+      for (int run = 0; run < kRuns; ++run) {
+        const char* source = from[run];
+#pragma unroll
+        for (int n = 0; n < kRun / kRows; ++n, source += step) one(place(half, run * kRun + row + n * kRows, piece), source);
+      }
     };
     if (policy == 0) {
       const auto one = [](uint32_t to, const char* from) { ptx::copy_16(to, from); };
-      if (has_key) all(one, from_key, key_row * kRows, stage);
-      if (has_value) all(one, from_value, value_row * kRows, stage + kHalf);
+      if (has_key) all(one, next_key, key_row * kRows, stage);
+      if (has_value) all(one, next_value, value_row * kRows, stage + kHalf);
     } else {
       const auto one = [&](uint32_t to, const char* from) { ptx::copy_16_hinted(to, from, policy); };
-      if (has_key) all(one, from_key, key_row * kRows, stage);
-      if (has_value) all(one, from_value, value_row * kRows, stage + kHalf);
+      if (has_key) all(one, next_key, key_row * kRows, stage);
+      if (has_value) all(one, next_value, value_row * kRows, stage + kHalf);
     }
   }
 
   // Row by row: rows that no query row sees become zeros (0 * NaN), pages may end anywhere.
-  __device__ __forceinline__ void copy_rows(int chunk, bool paged) const {
-    const int lane = threadIdx.x & 31, piece = lane % kPieces;
+  __device__ __forceinline__ void copy_rows(int chunk) const {
+    const int lane = threadIdx.x & 31, piece = lane % kPieces, first_row = lane / kPieces;
 #pragma unroll 1
     for (int n = 0; n < kKeys; n += kRows) {
-      const int row = n + lane / kPieces, at = chunk * kKeys + row;
-      int64_t page = 0, where = at;
-      if (paged) {
-        const int source = whole ? used & 31 : row;
-        page = __shfl_sync(kWarp, entry, source);
-        where = __shfl_sync(kWarp, slot, source) + (whole ? row : 0);
+      const int row = n + first_row, at = chunk * kKeys + row;
+      const char *from_key, *from_value;
+      if (table != nullptr && !whole) {
+        const int page = __shfl_sync(kWarp, entry, row), where = __shfl_sync(kWarp, slot, row) - first_row;
+        from_key = key + page * key_entry + where * key_row;
+        from_value = value + page * value_entry + where * value_row;
+      } else {
+        const bool second = kRuns > 1 && n >= kRun;
+        from_key = (second ? next_key[kRuns - 1] : next_key[0]) + n % kRun * key_row;
+        from_value = (second ? next_value[kRuns - 1] : next_value[0]) + n % kRun * value_row;
       }
       const bool in = at >= begin && at < end;
-      ptx::copy_16(place(stage, row, piece), in && has_key ? key + page * key_entry + where * key_row : any_key,
-                   in && has_key ? 16 : 0);
-      ptx::copy_16(place(stage + kHalf, row, piece),
-                   in && has_value ? value + page * value_entry + where * value_row : any_value, in && has_value ? 16 : 0);
+      ptx::copy_16(place(stage, row, piece), in && has_key ? from_key : any_key, in && has_key ? 16 : 0);
+      ptx::copy_16(place(stage + kHalf, row, piece), in && has_value ? from_value : any_value, in && has_value ? 16 : 0);
     }
   }
 };

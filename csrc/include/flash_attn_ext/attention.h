@@ -65,6 +65,29 @@ FLASH_ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> attention_varlen(
     const std::optional<at::Tensor>& sinks = {},         // [H]
     const std::optional<at::Tensor>& seed = {});         // [2] fp64
 
+// Where the keys and values of sequences lie, and how many there are. Index tensors are int32, on the device, never read by the host.
+struct Cache {
+  at::Tensor key;    // [B, Hk, S, E] of any strides, last dimension dense; with block_table [pages, Hk, page size, E]
+  at::Tensor value;  // the same with Ev for E
+  std::optional<at::Tensor> seqlens = {};      // [B] keys of each sequence; none: S
+  std::optional<at::Tensor> block_table = {};  // [B, blocks]: the i-th page of a sequence
+  std::optional<at::Tensor> batch_idx = {};    // [B]: which entry of the cache each sequence has; not with block_table
+  std::optional<at::Tensor> left_pad = {};     // [B]: first keys that no row sees
+};
+
+// Few query rows over a long cache. No derivative. Sequences have cache.seqlens + appended keys; bottom_right should be true for rows
+// that are the last ones of their sequence. dropout_p and deterministic of the options are not used.
+FLASH_ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> attention_decode(
+    const at::Tensor& query,  // [B, H, L, E]
+    const Cache& cache, const Options& options = {}, int64_t appended = 0,
+    const std::optional<at::Tensor>& alibi_slopes = {},  // [H] or [B, H]
+    const std::optional<at::Tensor>& sinks = {});        // [H]
+
+// Writes new keys and values into a cache, behind the seqlens of each sequence. Rows that it has no room for are dropped.
+FLASH_ATTN_EXT_API void cache_append(const Cache& cache,
+                                     const at::Tensor& key,     // [B, Hk, L, E]
+                                     const at::Tensor& value);  // [B, Hk, L, Ev]
+
 // Attention over the union of two disjoint sets of keys, from the results over each: out [..., Ev] and lse [...], natural
 // logarithm. A part whose lse is -inf leaves the other as it is.
 FLASH_ATTN_EXT_API std::tuple<at::Tensor, at::Tensor> merge(const at::Tensor& out_a, const at::Tensor& lse_a,

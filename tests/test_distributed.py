@@ -1,0 +1,90 @@
+"""Training over two processes on the CPU: data parallel (DDP) and sharded (FSDP2), eager and under autocast, as on one."""
+
+from __future__ import annotations
+
+import copy
+import socket
+
+import pytest
+import torch
+from torch import Tensor, multiprocessing, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_ext import attention
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.sinks = nn.Parameter(torch.randn(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = attention(query, key, value, causal=True, window=(6, 0), sinks=self.sinks, softcap=5.0)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def train(model: nn.Module, batch: Tensor, autocast: bool) -> list[float]:
+    """Losses of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def worker(rank: int, world: int, port: int, kind: str, autocast: bool) -> None:
+    from torch.distributed import all_reduce, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model, batch = Model(), torch.randn(2 * world, 11, 32)
+    alone = copy.deepcopy(model)
+    expected = train(alone, batch, autocast)
+    mesh = init_device_mesh("cpu", (world,))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    losses = torch.tensor(train(model, batch.chunk(world)[rank], autocast))
+    all_reduce(losses)
+    tolerance = 1e-2 if autocast else 1e-5
+    torch.testing.assert_close(losses / world, torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        torch.testing.assert_close(whole, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    destroy_process_group()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_training(kind: str, autocast: bool):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(worker, (2, port, kind, autocast), nprocs=2)
