@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_ext import attention, attention_varlen
+from flash_attn_ext import attention, attention_decode, attention_varlen
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -18,6 +18,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_in_the_readme_runs(snippet: str):
+    if "transformers" in snippet:
+        pytest.importorskip("transformers")
     exec(compile(snippet, "README.md", "exec"), {})
 
 
@@ -134,6 +136,16 @@ def packed(inputs: Inputs) -> None:
     gradients(attention_varlen(*tensors, offsets, offsets, 7, 7, causal=True), *tensors)
 
 
+def cached(inputs: Inputs) -> None:
+    cache = inputs.normal(2, 2, 40, 32, grad=False)
+    pages = cache.view(2, 2, 5, 8, 32).transpose(1, 2).flatten(0, 1)
+    query, lengths = inputs.normal(2, 4, 3, 32, grad=False), inputs.offsets(40, 7)
+    table = inputs.offsets(*range(10)).view(2, 5)
+    outs = [attention_decode(query, x, x, lengths, block_table=t, causal=True) for x, t in ((cache, None), (pages, table))]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(outs[0][:1], attention(query[:1], cache[:1], cache[:1], causal="bottom_right"))
+
+
 def deterministic(inputs: Inputs) -> None:
     tensors = inputs.qkv(kv_heads=1)
     grad = torch.randn(2, 4, 33, 32, device=inputs.device, dtype=inputs.dtype)
@@ -172,6 +184,7 @@ FEATURES: dict[str, Callable[[Inputs], None]] = {
     "sinks, with gradient": sinks,
     "dropout": with_options(dropout_p=0.2),
     "lse, with gradient": lse,
+    "cached keys and values, paged too": cached,
     "packed sequences": packed,
     "deterministic backward": deterministic,
     "second derivative": second_derivative,
