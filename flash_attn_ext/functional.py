@@ -207,7 +207,8 @@ def attention_decode(
     is a window without causal.
 
     Args:
-        query: [B, H, L, E], fp16, bf16, fp32 or fp64. Any L; fast where L * H / Hk is small.
+        query: [B, H, L, E], of the cache's dtype (autocast sees to it): fp16, bf16, fp32 or fp64. Any L; fast where
+            L * H / Hk is small.
         k_cache: [B, Hk, S, E] of any strides, last dimension dense. [B, S, Hk, E] memory is passed as x.transpose(1, 2).
             With block_table [pages, Hk, page size, E], pages of any size.
         v_cache: the same with Ev for E.
@@ -228,6 +229,8 @@ def attention_decode(
     for Large Language Model Serving with PagedAttention", section 4.1.
     """
     span = interval(causal, window, bottom_right=True)
+    if torch.is_autocast_enabled(query.device.type):
+        query, k_new, v_new = (None if x is None else x.to(k_cache.dtype) for x in (query, k_new, v_new))  # type: ignore[assignment]
     appended = 0
     if k_new is not None or v_new is not None:
         if k_new is None or v_new is None or cache_seqlens is None:

@@ -2,6 +2,7 @@
 
     python tests/sanitize.py                              each tool in turn, about a minute each; exit status 1 on a finding
     python tests/sanitize.py --tools racecheck --seconds 120
+    python tests/sanitize.py --only decode                calls with this in their name
     python tests/sanitize.py --inside --seconds 60        the calls alone, as a tool runs them
 
 Wide coverage comes first, so a run cut off by --seconds has seen every instance once. Torch's caching allocator is off inside:
@@ -136,7 +137,27 @@ def run_small(_) -> None:
     torch.ops.flash.dropout_mask(torch.rand(2, dtype=torch.float64).cuda(), [2, 3, 17, 65], 0.3)
 
 
-def inside(seconds: float) -> int:
+# Clusters, one and several per head; tickets; units; pages of whole runs and others; appending; plain arithmetic.
+DECODE = ("plain", "long", "group-16", "page-16", "page-3", "page-16-long", "ragged-units", "page-64-units", "many-sequences",
+          "D256", "D96", "rows-40", "all", "D60", "batch-idx")  # fmt: skip
+
+
+def run_decode(name: str) -> None:
+    """attention_decode on a case of its tests, then cache_append_."""
+    import torch
+
+    from test_decode import CASES, Call
+
+    call = Call(next(case for case in CASES if case.name == name), torch.bfloat16, "cuda")
+    call.run()
+    query, keys, values = call.query, call.keys, call.values
+    fresh = [torch.zeros(query.shape[0], x.shape[1], 2, x.shape[3], device="cuda", dtype=x.dtype) for x in (keys, values)]
+    lengths = torch.full((query.shape[0],), 3, dtype=torch.int32, device="cuda")
+    indices = call.indices
+    torch.ops.flash.cache_append_(keys, values, *fresh, lengths, indices["block_table"], indices["cache_batch_idx"])
+
+
+def inside(seconds: float, only: str) -> int:
     """Runs the grid until the time is up. Returns the number of calls that raised."""
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))
@@ -149,7 +170,9 @@ def inside(seconds: float) -> int:
     for case, dtype, deterministic, layout in dense_cases():
         jobs.append((f"{case} {dtype}", lambda c=case, t=dtype, d=deterministic, a=layout: run_dense(c, t, d, a)))
     packed = [(f"packed-{case}", lambda c=case: run_packed(c, torch.bfloat16)) for case in PACKED]
-    jobs[24:24] = [*packed, ("small", lambda: run_small(None))]  # after the first pass over types and head dims
+    decode = [(f"decode-{name}", lambda n=name: run_decode(n)) for name in DECODE]
+    jobs[24:24] = [*packed, ("small", lambda: run_small(None)), *decode]  # after the first pass over types and head dims
+    jobs = [job for job in jobs if only in job[0]]
 
     torch.manual_seed(0)
     start, failed, done = time.monotonic(), 0, 0
@@ -167,13 +190,13 @@ def inside(seconds: float) -> int:
     return failed
 
 
-def under(tool: str, seconds: float, sanitizer: str) -> int:
+def under(tool: str, seconds: float, only: str, sanitizer: str) -> int:
     """The grid under one tool: its exit status."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDING), "--print-limit", "20"]
     command += ["--launch-timeout", "0", "--report-api-errors", "no"]
     command += [] if tool == "initcheck" else OURS
-    command += [sys.executable, __file__, "--inside", "--seconds", str(seconds)]
+    command += [sys.executable, __file__, "--inside", "--seconds", str(seconds), "--only", only]
     print(f"=== {tool}", flush=True)
     start = time.monotonic()
     try:
@@ -190,15 +213,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--seconds", type=float, default=50.0, help="for the calls of one tool")
+    parser.add_argument("--only", default="", help="a part of the names of calls")
     parser.add_argument("--inside", action="store_true", help="only run the calls")
     arguments = parser.parse_args()
     if arguments.inside:
-        return 1 if inside(arguments.seconds) else 0
+        return 1 if inside(arguments.seconds, arguments.only) else 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None:
         print("No compute-sanitizer on PATH: it comes with the CUDA toolkit, or pip install nvidia-cuda-sanitizer-api.")
         return 1
-    statuses = [under(tool, arguments.seconds, sanitizer) for tool in arguments.tools]
+    statuses = [under(tool, arguments.seconds, arguments.only, sanitizer) for tool in arguments.tools]
     return 1 if any(statuses) else 0
 
 

@@ -299,6 +299,17 @@ def test_huge_scores(magnitude: float, device: str):
     assert torch.equal(out, value[:, :, 123:124].expand_as(out))
 
 
+def test_autocast(device: str):
+    """Queries and new keys follow the cache, which is never converted."""
+    cache = torch.zeros(1, 2, 20, 16, device=device, dtype=torch.bfloat16)
+    query, fresh = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 2, 1, 16, device=device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out = flash_attn_ext.attention_decode(query, cache, cache, lengths, k_new=fresh, v_new=fresh)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(cache[:, :, 3:4].float(), fresh, rtol=1e-2, atol=1e-2)
+
+
 def test_no_derivative(device: str):
     """Runs inside a graph, and says so when asked for gradients."""
     query = torch.randn(1, 2, 1, 16, device=device, requires_grad=True)
@@ -395,6 +406,24 @@ def test_graph_follows_the_lengths(name: str, cuda: str):
             torch.cuda.synchronize()
             for ours, theirs in zip(result, expected, strict=True):
                 assert torch.equal(ours, theirs)
+
+
+@pytest.mark.cuda
+def test_streams_do_not_disturb_each_other(cuda: str):
+    """Calls that add up parts through memory, on several streams at the same time."""
+    calls = [Call(next(case for case in CASES if case.name == "ragged-units"), torch.bfloat16, cuda) for _ in range(3)]
+    expected = [call.run() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    results: list = []
+    for _ in range(20):
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(call.run())
+    torch.cuda.synchronize()
+    for number, result in enumerate(results):
+        for ours, theirs in zip(result, expected[number % 3], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.cuda
