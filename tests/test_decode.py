@@ -134,13 +134,13 @@ class Call:
         self.dense = []  # (key, value) of each sequence
         hidden = torch.ones(count, page, dtype=torch.bool)
         for b in range(case.batch):
+            place = torch.arange(self.lengths[b])
             if table is not None:
-                at = [(int(table[b, j // page]), j % page) for j in range(self.lengths[b])]
+                entry, place = table[b][place // page], place % page
             else:
-                at = [((case.batch_idx or range(case.batch))[b], j) for j in range(self.lengths[b])]
-            index = torch.tensor(at, dtype=torch.long).view(-1, 2)
-            hidden[index[pads[b] :, 0], index[pads[b] :, 1]] = False
-            self.dense.append([x[index[:, 0], :, index[:, 1]].transpose(0, 1).to(device) for x in (keys, values)])
+                entry = torch.full_like(place, (case.batch_idx or range(case.batch))[b])
+            hidden[entry[pads[b] :], place[pads[b] :]] = False
+            self.dense.append([x[entry, :, place].transpose(0, 1).to(device) for x in (keys, values)])
         for x in (keys, values):
             x.masked_fill_(hidden[:, None, :, None], math.nan)
         # masked keys inside a loaded range are seen by no row either
