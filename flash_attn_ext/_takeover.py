@@ -6,6 +6,7 @@ a whole ring (torch's context parallel does).
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,8 +198,10 @@ class Overrides:
                 except RuntimeError:  # a torch without that device
                     _originals[name] = None
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL", key)
-        for name, kernel in _KERNELS.items():
-            self.library.impl(name, kernel, key, with_keyset=True)
+        with warnings.catch_warnings():  # overriding is what the caller asked for
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name, kernel in _KERNELS.items():
+                self.library.impl(name, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """The library deregisters its kernels when nobody refers to it any more."""
