@@ -2,9 +2,11 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <mutex>
 
+#include "cuda/common/attributes.cuh"
 #include "cuda/decode/launch.h"
 #include "cuda/launch.cuh"
 #include "cuda/sm80/backward.h"
@@ -77,6 +79,17 @@ Error device(int index, problem::Device* device) {
   std::call_once(entry.once, [&] { entry.error = query(index, &entry.device); });
   *device = entry.device;
   return sentence(entry.error, "flash.attention: the GPU");
+}
+
+cudaError_t allow_shared_memory(const void* kernel, int bytes, uint64_t& allowed) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  const std::atomic_ref<uint64_t> devices(allowed);
+  if (devices.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) devices.fetch_or(bit, std::memory_order_relaxed);
+  return error;
 }
 
 Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream stream) {

@@ -17,6 +17,7 @@
 
 #include "op/check.h"
 #include "op/layout.h"
+#include "problem/describe.h"
 
 namespace flash::op {
 namespace {

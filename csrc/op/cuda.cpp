@@ -7,7 +7,7 @@
 #include "cuda/launch.h"
 #include "op/backend.h"
 #include "problem/decode.h"
-#include "problem/plan.h"
+#include "problem/describe.h"
 
 namespace flash::op {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "cuda/decode/tiles.h"
 #include "cuda/tiles.h"
+#include "problem/describe.h"
 
 namespace flash::problem {
 namespace {

@@ -73,6 +73,4 @@ struct DecodeWorkspace {
 };
 DecodeWorkspace decode_workspace(const Decode& decode, const Plan& plan);
 
-std::string describe_decode(const Decode& decode, const Device& device, const Plan& plan);
-
 }  // namespace flash::problem

@@ -1,4 +1,5 @@
-// problem/describe.cpp: a Plan in sentences, for explain() and for errors.
+#include "problem/describe.h"
+
 #include <cstdarg>
 #include <cstdio>
 #include <string>
@@ -6,7 +7,6 @@
 #include "cuda/sm90/tiles.h"
 #include "cuda/tiles.h"
 #include "problem/decode.h"
-#include "problem/plan.h"
 
 namespace flash::problem {
 namespace {

@@ -1,8 +1,7 @@
 // problem/plan.h: Problem x Device -> Plan. Pure: decides what to run and how, launches nothing, allocates nothing.
-// A Plan is a plain value; describe() prints it for explain().
+// A Plan is a plain value; describe.h prints it for explain().
 #pragma once
 #include <cstdint>
-#include <string>
 
 #include "problem/problem.h"
 
@@ -60,8 +59,5 @@ struct Plan {
 
 // gradients: null for forward.
 Plan plan(const Problem& problem, const Gradients* gradients, const Device& device, Choice choice);
-
-// One sentence per line: kernel, tile, grid, splits, workspace, load width and why it is narrow, and what was refused.
-std::string describe(const Problem& problem, const Gradients* gradients, const Device& device, const Plan& plan);
 
 }  // namespace flash::problem

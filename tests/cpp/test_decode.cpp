@@ -8,6 +8,7 @@
 #include "cpu/decode.h"
 #include "cuda/decode/tiles.h"
 #include "problem/decode.h"
+#include "problem/describe.h"
 
 namespace flash::problem {
 namespace {

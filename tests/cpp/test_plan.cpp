@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/tiles.h"
+#include "problem/describe.h"
 #include "problem/plan.h"
 
 namespace flash::problem {

@@ -3,21 +3,17 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 namespace flash::cuda {
 
+// allowed: a bit per device, kept by the caller for this kernel alone; devices past 63 ask every time.
+cudaError_t allow_shared_memory(const void* kernel, int bytes, uint64_t& allowed);
+
 template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
-  static std::atomic<uint64_t> allowed{0};  // a bit per device; devices past 63 ask every time
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return error;
+  static uint64_t allowed = 0;
+  return allow_shared_memory(reinterpret_cast<const void*>(kKernel), bytes, allowed);
 }
 
 }  // namespace flash::cuda

@@ -3,13 +3,28 @@
 //   fp32, tensor cores:    prepare -> keys (dK, dV, dQ)
 //   deterministic, scalar: prepare -> keys (dK, dV) -> rows (dQ)
 // A deterministic gradient of the mask is a kernel of its own; else the keys kernel adds it up.
+#include <algorithm>
+
 #include "cuda/common/convert.cuh"
 #include "cuda/common/prepare.cuh"
 #include "cuda/sm80/backward.h"
+#include "cuda/sm80/backward_grid.h"
 #include "cuda/sm80/backward_launch.h"
 #include "cuda/tiles.h"
 
 namespace flash::sm80 {
+
+unsigned set_grid(BackwardCall& call, bool rows, int tile, int64_t walked_bytes) {
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;  // of L2 for what the blocks of a section walk over together
+  const problem::Problem& p = call.problem;
+  call.planes = static_cast<int>(common::planes(p, rows ? p.heads : p.kv_heads));
+  call.pieces = static_cast<int>(rows ? common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, tile)
+                                      : common::pieces(p.cu_seqlens_k, p.keys, p.total_keys, p.batch, tile));
+  const int64_t section = kCacheBytes / std::max<int64_t>(walked_bytes, 1);
+  call.section = static_cast<int>(std::clamp<int64_t>(section, 1, call.planes));
+  return static_cast<unsigned>(call.planes) * static_cast<unsigned>(call.pieces);
+}
+
 namespace {
 
 using problem::DType;
@@ -123,7 +138,7 @@ cudaError_t rows_tf32(int variant, const BackwardCall& call, cudaStream_t stream
 template <class T>
 cudaError_t launch_from_keys(int variant, const BackwardCall& call, cudaStream_t stream) {
   const cuda::BackwardBody body = cuda::kBackwardTiles[variant].body;
-  if (body == cuda::BackwardBody::kScalar) return launch_scalar_keys<T>(call, stream);
+  if (body == cuda::BackwardBody::kScalar) return launch_scalar_keys<common::Sum<T>>(call, stream);
   if constexpr (sizeof(T) == 2) return keys<T>(variant, call, stream);
   return keys_tf32(variant, call, stream);
 }
@@ -133,7 +148,7 @@ template <class T>
 cudaError_t launch_from_rows(int variant, BackwardCall call, cudaStream_t stream) {
   const cuda::BackwardTile& tile = cuda::kBackwardTiles[variant];
   call.gradients.dmask = nullptr;  // the keys kernel's
-  if (tile.body == cuda::BackwardBody::kScalar) return launch_scalar_rows<T>(call, stream);
+  if (tile.body == cuda::BackwardBody::kScalar) return launch_scalar_rows<common::Sum<T>>(call, stream);
   if constexpr (sizeof(T) == 2) return rows<T>(tile.dquery, call, stream);
   return rows_tf32(tile.dquery, call, stream);
 }
@@ -142,7 +157,7 @@ template <class T>
 cudaError_t run(BackwardCall call, int variant, cudaStream_t stream) {
   if (cudaError_t error = prepare<T>(call, stream); error != cudaSuccess) return error;
   if (call.gradients.deterministic && call.gradients.dmask != nullptr) {
-    if (cudaError_t error = launch_scalar_mask<T>(call, stream); error != cudaSuccess) return error;
+    if (cudaError_t error = launch_scalar_mask<common::Sum<T>>(call, stream); error != cudaSuccess) return error;
     call.gradients.dmask = nullptr;
   }
   const Gradients& g = call.gradients;

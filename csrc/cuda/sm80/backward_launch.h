@@ -20,12 +20,12 @@ cudaError_t launch_tf32_keys(BackwardCall call, cudaStream_t stream);
 template <int kVariant>
 cudaError_t launch_tf32_rows(BackwardCall call, cudaStream_t stream);
 
-// Plain arithmetic: dK and dV; dQ; the gradient of the mask.
-template <class T>
+// Plain arithmetic, sums in Real: dK and dV; dQ; the gradient of the mask.
+template <class Real>
 cudaError_t launch_scalar_keys(BackwardCall call, cudaStream_t stream);
-template <class T>
+template <class Real>
 cudaError_t launch_scalar_rows(BackwardCall call, cudaStream_t stream);
-template <class T>
+template <class Real>
 cudaError_t launch_scalar_mask(BackwardCall call, cudaStream_t stream);
 
 }  // namespace flash::sm80

@@ -7,17 +7,16 @@
 //   kMask   lines are keys: a tile of the mask's gradient, summed over whatever the mask is broadcast along, in a fixed order
 // blockIdx.y: which kOutput columns of the gradients; S is recomputed for each.
 #pragma once
-#include "cuda/common/element.cuh"
+#include "cuda/common/any_element.cuh"
 #include "cuda/sm80/backward_block.cuh"
 
 namespace flash::sm80 {
 
 enum class Role : uint8_t { kKeys, kRows, kMask };
 
-template <class T_>
+// Real: what sums are kept in, double for fp64 and float for the other element types, which are told apart at run time.
+template <class Real>
 struct ScalarConfig {
-  using T = T_;
-  using Real = common::Sum<T>;
   static constexpr int kTile = sizeof(Real) == 8 ? 32 : 64;  // fills 48 KB of shared memory
   static constexpr int kThreads = 256, kSide = 16;           // threads: kSide x kSide
   static constexpr int kPer = kTile / kSide;                 // lines, and columns, of a thread
@@ -26,11 +25,9 @@ struct ScalarConfig {
   static constexpr int kStride = kTile + 4;  // of transposed slices and weights
 };
 
-template <class T_, Role kRole>
+template <class Real, Role kRole>
 class ScalarGradients {
-  using Config = ScalarConfig<T_>;
-  using T = typename Config::T;
-  using Real = typename Config::Real;
+  using Config = ScalarConfig<Real>;
   static constexpr int kTile = Config::kTile, kPer = Config::kPer, kDepth = Config::kDepth, kSide = Config::kSide;
   static constexpr int kOutput = Config::kOutput, kOutputPer = Config::kOutputPer, kStride = Config::kStride;
   static constexpr bool kLinesAreKeys = kRole != Role::kRows;
@@ -131,12 +128,16 @@ class ScalarGradients {
       for (int j = 0; j < kPer; ++j) rMask_[i][j] = 0;
   }
 
-  __device__ __forceinline__ const T* query_row(const problem::Array& a, int64_t row) const {
-    return static_cast<const T*>(a.data) + problem::offset(a, sequence_.batch, head_, sequence_.row + row);
+  // Element offsets of rows.
+  __device__ __forceinline__ int64_t query_row(const problem::Array& a, int64_t row) const {
+    return problem::offset(a, sequence_.batch, head_, sequence_.row + row);
   }
-  __device__ __forceinline__ const T* key_row(const problem::Array& a, int64_t key) const {
-    return static_cast<const T*>(a.data) +
-           problem::offset(a, sequence_.batch, problem::kv_head(p_, head_), sequence_.key + key);
+  __device__ __forceinline__ int64_t key_row(const problem::Array& a, int64_t key) const {
+    return problem::offset(a, sequence_.batch, problem::kv_head(p_, head_), sequence_.key + key);
+  }
+
+  __device__ __forceinline__ Real read(const problem::Array& a, int64_t at) const {
+    return common::read<Real>(a.data, p_.dtype, at);
   }
 
   // Head dims [depth, depth + kDepth) of kTile rows or keys from `first`, transposed; zeros past the end.
@@ -147,8 +148,8 @@ class ScalarGradients {
     for (int n = 0; n < kTile * kDepth / Config::kThreads; ++n) {
       const int index = threadIdx.x + n * Config::kThreads, d = index % kDepth, line = index / kDepth;
       const bool inside = first + line < count && depth + d < dim;
-      const T* from = kOfKeys ? key_row(a, first + line) : query_row(a, first + line);
-      shared_.slice[operand][d][line] = inside ? Real(common::widen(from[depth + d])) : Real(0);
+      const int64_t from = kOfKeys ? key_row(a, first + line) : query_row(a, first + line);
+      shared_.slice[operand][d][line] = inside ? read(a, from + depth + d) : Real(0);
     }
   }
 
@@ -192,8 +193,7 @@ class ScalarGradients {
 
   static __device__ __forceinline__ Real mask_value(const problem::Mask& mask, int64_t at) {
     if (mask.dtype == problem::DType::kBool) return static_cast<const uint8_t*>(mask.data)[at] != 0 ? Real(0) : -Real(INFINITY);
-    if (mask.dtype == problem::DType::kFloat32) return static_cast<const float*>(mask.data)[at];
-    return common::widen(static_cast<const T*>(mask.data)[at]);
+    return common::read<Real>(mask.data, mask.dtype, at);
   }
 
   // From rScore_ and rGradient_ to weights in shared memory (kKeys, kRows) or sums of dX (kMask). A thread's own elements pass through
@@ -276,12 +276,14 @@ class ScalarGradients {
         const int index = threadIdx.x + n * Config::kThreads, d = index % kOutput, line = index / kOutput;
         const int64_t at = column_ + slice + line;
         const bool exists = at < (kLinesAreKeys ? sequence_.rows : sequence_.keys);
-        const T* from = kLinesAreKeys ? query_row(p_.query, at) : key_row(p_.key, at);
-        shared_.walked[0][line][d] = exists && first + d < p_.head_dim ? Real(common::widen(from[first + d])) : Real(0);
-        if constexpr (kOutputs == 2)
-          shared_.walked[1][line][d] = exists && first + d < p_.value_dim
-                                           ? Real(common::widen(query_row(call_.gradients.dout, at)[first + d]))
-                                           : Real(0);
+        const problem::Array& walked = kLinesAreKeys ? p_.query : p_.key;
+        const int64_t from = kLinesAreKeys ? query_row(walked, at) : key_row(walked, at);
+        shared_.walked[0][line][d] = exists && first + d < p_.head_dim ? read(walked, from + first + d) : Real(0);
+        if constexpr (kOutputs == 2) {
+          const problem::Array& dout = call_.gradients.dout;
+          shared_.walked[1][line][d] =
+              exists && first + d < p_.value_dim ? read(dout, query_row(dout, at) + first + d) : Real(0);
+        }
       }
       __syncthreads();
 #pragma unroll
@@ -311,11 +313,11 @@ class ScalarGradients {
     for (int i = 0; i < kPer; ++i) {
       const int line = y_ * kPer + i;
       if (line >= owner.count) continue;
-      T* to = static_cast<T*>(a.data) + problem::offset(a, owner.batch, owner.head, start + owner.first + line);
+      const int64_t to = problem::offset(a, owner.batch, owner.head, start + owner.first + line);
 #pragma unroll
       for (int c = 0; c < kOutputPer; ++c) {
         const int64_t column = int64_t{blockIdx.y} * kOutput + output_column(c);
-        if (column < dim) to[column] = common::rounded<T>(rOutput_[output][i][c] * scale);
+        if (column < dim) common::write(a.data, p_.dtype, to + column, rOutput_[output][i][c] * scale);
       }
     }
   }
@@ -352,10 +354,11 @@ class ScalarGradients {
   Real rMask_[kPer][kPer];
 };
 
-template <class T, Role kRole>
-__global__ void __launch_bounds__(ScalarConfig<T>::kThreads) backward_scalar_kernel(const __grid_constant__ BackwardCall call) {
-  __shared__ __align__(16) typename ScalarGradients<T, kRole>::Shared shared;
-  ScalarGradients<T, kRole> gradients(call, shared);
+template <class Real, Role kRole>
+__global__ void __launch_bounds__(ScalarConfig<Real>::kThreads)
+    backward_scalar_kernel(const __grid_constant__ BackwardCall call) {
+  __shared__ __align__(16) typename ScalarGradients<Real, kRole>::Shared shared;
+  ScalarGradients<Real, kRole> gradients(call, shared);
   if constexpr (kRole == Role::kMask) {
     gradients.sum_mask();
   } else {

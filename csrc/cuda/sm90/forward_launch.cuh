@@ -1,4 +1,4 @@
-// sm90/forward_launch.cuh: the instances of the Hopper forward. Defined in forward_instance.cuh, one per file of instances/.
+// sm90/forward_launch.cuh: the instances of the Hopper forward. Defined in forward_instance.cuh for the files of instances/.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-// Forward instances by plain arithmetic.
+// Forward by plain arithmetic.
 #include "cuda/sm80/forward_launch.cuh"
 
 namespace flash::sm80 {

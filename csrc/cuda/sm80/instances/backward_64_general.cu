@@ -1,0 +1,11 @@
+// Backward with every feature, 16-bit elements, head dims up to 64.
+#include "cuda/sm80/backward_launch.cuh"
+
+namespace flash::sm80 {
+
+template cudaError_t launch_keys<__nv_bfloat16, 5>(BackwardCall, cudaStream_t);
+template cudaError_t launch_keys<__half, 5>(BackwardCall, cudaStream_t);
+template cudaError_t launch_rows<__nv_bfloat16, 5>(BackwardCall, cudaStream_t);
+template cudaError_t launch_rows<__half, 5>(BackwardCall, cudaStream_t);
+
+}  // namespace flash::sm80

@@ -1,8 +1,0 @@
-// Backward with every feature, bf16, head dims up to 128, on GPUs with 99 KB of shared memory per block.
-#include "cuda/sm80/backward_launch.cuh"
-
-namespace flash::sm80 {
-
-template cudaError_t launch_keys<__nv_bfloat16, 7>(BackwardCall, cudaStream_t);
-
-}  // namespace flash::sm80

@@ -1,9 +1,0 @@
-// Plain backward, bf16, head dims up to 192.
-#include "cuda/sm80/backward_launch.cuh"
-
-namespace flash::sm80 {
-
-template cudaError_t launch_keys<__nv_bfloat16, 3>(BackwardCall, cudaStream_t);
-template cudaError_t launch_rows<__nv_bfloat16, 3>(BackwardCall, cudaStream_t);
-
-}  // namespace flash::sm80

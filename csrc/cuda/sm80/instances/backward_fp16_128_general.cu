@@ -1,9 +1,0 @@
-// Backward with every feature, fp16, head dims up to 128.
-#include "cuda/sm80/backward_launch.cuh"
-
-namespace flash::sm80 {
-
-template cudaError_t launch_keys<__half, 6>(BackwardCall, cudaStream_t);
-template cudaError_t launch_rows<__half, 6>(BackwardCall, cudaStream_t);
-
-}  // namespace flash::sm80

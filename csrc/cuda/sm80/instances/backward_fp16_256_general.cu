@@ -1,9 +1,0 @@
-// Backward with every feature, fp16, head dims up to 256.
-#include "cuda/sm80/backward_launch.cuh"
-
-namespace flash::sm80 {
-
-template cudaError_t launch_keys<__half, 8>(BackwardCall, cudaStream_t);
-template cudaError_t launch_rows<__half, 7>(BackwardCall, cudaStream_t);
-
-}  // namespace flash::sm80

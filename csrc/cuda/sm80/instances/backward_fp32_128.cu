@@ -1,9 +1,0 @@
-// Backward, fp32, head dims up to 128.
-#include "cuda/sm80/backward_tf32_launch.cuh"
-
-namespace flash::sm80 {
-
-template cudaError_t launch_tf32_keys<11>(BackwardCall, cudaStream_t);
-template cudaError_t launch_tf32_rows<9>(BackwardCall, cudaStream_t);
-
-}  // namespace flash::sm80

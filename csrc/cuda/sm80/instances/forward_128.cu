@@ -1,0 +1,11 @@
+// Forward, 16-bit elements, head dims up to 128.
+#include "cuda/sm80/forward_launch.cuh"
+
+namespace flash::sm80 {
+
+template cudaError_t launch_forward<__nv_bfloat16, 3>(const ForwardCall&, int64_t, cudaStream_t);
+template cudaError_t launch_forward<__nv_bfloat16, 8>(const ForwardCall&, int64_t, cudaStream_t);
+template cudaError_t launch_forward<__half, 3>(const ForwardCall&, int64_t, cudaStream_t);
+template cudaError_t launch_forward<__half, 8>(const ForwardCall&, int64_t, cudaStream_t);
+
+}  // namespace flash::sm80
