@@ -52,5 +52,19 @@ TYPED_TEST(TileLayout, StepsAlongRowsAgree) {
           EXPECT_EQ(TypeParam::rows(TypeParam::address(0, row, chunk), n), TypeParam::address(0, row + n, chunk));
 }
 
+template <class Layout>
+class SwizzledLayout : public testing::Test {};
+using SwizzledLayouts =
+    testing::Types<Swizzled<32>, Swizzled<64>, Swizzled<96>, Swizzled<128>, Swizzled<192>, Swizzled<256>, Swizzled<512>>;
+TYPED_TEST_SUITE(SwizzledLayout, SwizzledLayouts);
+
+TYPED_TEST(SwizzledLayout, StepsAlongChunksAgree) {
+  for (int row = 0; row < kRows; ++row)
+    for (int chunk = 0; chunk < TypeParam::kChunks; ++chunk)
+      for (int n = 0; chunk + n < TypeParam::kChunks; ++n)
+        if ((chunk & n) == 0)
+          EXPECT_EQ(TypeParam::chunks(TypeParam::address(0, row, chunk), n), TypeParam::address(0, row, chunk + n));
+}
+
 }  // namespace
 }  // namespace flash::tile

@@ -47,7 +47,7 @@ class KeyGradients {
         lane_(threadIdx.x & 31),
         warp_(threadIdx.x >> 5),
         key_line_(warp_ % Config::kKeyWarps * Config::kWarpKeys),
-        query_warp_(warp_ / Config::kKeyWarps),
+        query_warp_(kSharing == 1 ? 0 : warp_ / Config::kKeyWarps),
         dropout_(!kPlain && call.problem.dropout_p > 0 ? problem::dropout(call.problem.seed, call.problem.dropout_p)
                                                        : problem::Dropout{}),
         sLines_(Operand::address(shared, key_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_))),
@@ -55,6 +55,8 @@ class KeyGradients {
                                    tile::column_block_chunk(lane_))),
         sTransposed_(Operand::address(shared + Config::kQueryAt, tile::row_block_row(lane_),
                                       tile::row_block_chunk(lane_) + query_warp_ * 2)),
+        sStore_(Weights::address(shared + Config::kScoreAt, key_line_ + tile::lane_line(lane_), query_warp_ * (kChunk / 8)) +
+                tile::lane_column(lane_) * 2),
         query_(call.problem.query.row, owner.sequence.rows, call.problem.head_dim, call.load_bytes),
         gradient_(call.gradients.dout.row, owner.sequence.rows, call.problem.value_dim, call.load_bytes) {}
 
@@ -152,7 +154,7 @@ class KeyGradients {
       Scores rScore, rGradient;
       multiply_scores(rScore, rGradient, stage_offset + first * Operand::kRowBytes);
       Packed rWeight, rScoreGradient;
-      weigh(rScore, rGradient, rWeight, rScoreGradient, stage, row_tile, head, first + query_warp_ * kChunk);
+      weigh(rScore, rGradient, rWeight, rScoreGradient, stage, row_tile, head, first);
       if constexpr (kSharing == 1) accumulate(rWeight, rScoreGradient, stage_offset + first * Operand::kRowBytes);
     }
     if (call_.scratch.dquery != nullptr) {
@@ -205,10 +207,10 @@ class KeyGradients {
     }
   }
 
-  // P^T and dS^T of a chunk, rounded, and where other warps need them into shared memory. column: first query of this warp's chunk.
+  // P^T and dS^T of a chunk, rounded, and where other warps need them into shared memory.
   __device__ __forceinline__ void weigh(Scores& rScore, Scores& rGradient, Packed& rWeight, Packed& rScoreGradient, int stage,
-                                        int row_tile, int head, int column) const {
-    const common::Place at(int64_t{row_tile} * kRows, owner_.first, key_line_, column, lane_);
+                                        int row_tile, int head, int first) const {
+    const common::Place at(int64_t{row_tile} * kRows, owner_.first, key_line_, first + query_warp_ * kChunk, lane_);
     const bool border = !walk_.full(row_tile);
     const uint32_t sStatistics = statistics(stage) + at.column * 4;
     const auto statistic = [&](int, int j, int) {  // lse2 and delta of the lane's two queries
@@ -226,16 +228,15 @@ class KeyGradients {
     }
     tile::pack<T>(rWeight, rGradient);
     tile::pack<T>(rScoreGradient, rScore);
-    const uint32_t sScore = shared_ + Config::kScoreAt;
     const bool crosses = kSharing > 1 || call_.scratch.dquery != nullptr;  // dS^T is needed for dQ at least
 #pragma unroll
-    for (int i = 0; i < kI; ++i)
+    for (int j = 0; j < kChunk / 8; ++j) {
+      const uint32_t sPair = Weights::chunks(sStore_, first / 8 + j);
 #pragma unroll
-      for (int j = 0; j < kChunk / 8; ++j)
+      for (int i = 0; i < kI; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t to =
-              Weights::address(sScore, at.line + i * 16 + half * 8, column / 8 + j) + tile::lane_column(lane_) * 2;
+          const uint32_t to = sPair + (i * 16 + half * 8) * Weights::kRowBytes;
           if constexpr (kPlain) {
             ptx::store_shared_if(crosses, to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
           } else if (crosses) {  // a branch costs fewer registers
@@ -243,6 +244,7 @@ class KeyGradients {
           }
           if constexpr (kSharing > 1) ptx::store_shared(to + Config::kWeightBytes, rWeight[i][j / 2][(j & 1) * 2 + half]);
         }
+    }
   }
 
   // dV += P^T dO, dK += dS^T Q with operands in registers; all columns are this warp's.
@@ -389,6 +391,7 @@ class KeyGradients {
   const problem::Dropout dropout_;
   // Lane addresses for ldmatrix: K (or V, kValueAt further) as lines; Q (or dO) as columns; Q (or dO) transposed.
   const uint32_t sLines_, sColumns_, sTransposed_;
+  const uint32_t sStore_;  // where this lane's pair of dS^T goes
   LineStream<typename Config::RowLoader, Operand, kRows, kPlain> query_, gradient_;
   int ahead_, ahead_head_;  // the tile and head of the group that fetch() takes next
   int64_t ahead_row_;       // first row of that head in the scratch

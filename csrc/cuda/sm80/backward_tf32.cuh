@@ -12,6 +12,7 @@
 #include "cuda/sm80/backward_block.cuh"
 #include "cuda/sm80/backward_score.cuh"
 #include "cuda/tile/multiply.cuh"
+#include "cuda/tile/tf32.cuh"
 #include "cuda/tiles.h"
 
 namespace flash::sm80 {
@@ -174,20 +175,7 @@ class Tf32Gradients {
     if constexpr (kOfKeys) accumulate(rSecond_, rGradient, sPairs_ + kColumnBytes);
   }
 
-  // A register of four floats as TF32 terms.
-  struct Terms {
-    uint32_t high[4], low[4];
-  };
-  static __device__ __forceinline__ Terms split(const uint32_t (&x)[4]) {
-    Terms r;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      r.high[e] = ptx::to_tf32(__uint_as_float(x[e]));
-      r.low[e] = ptx::to_tf32(__uint_as_float(x[e]) - __uint_as_float(r.high[e]));
-    }
-    return r;
-  }
-  static __device__ __forceinline__ Terms split(uint4 x) { return split({x.x, x.y, x.z, x.w}); }
+  using Terms = tile::Terms;
 
   // r [lines, columns] = lines columns^T.
   static __device__ __forceinline__ void multiply(Scores& r, uint32_t sLines, uint32_t sColumns) {
@@ -201,13 +189,13 @@ class Tf32Gradients {
       for (int i = 0; i < kI; ++i) {
         uint32_t x[4];
         ptx::load_matrices(x, Layout::columns(sLines, k) + i * 16 * Layout::kRowBytes);
-        rLine[i] = split(x);
+        rLine[i] = tile::split(x);
       }
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j) {
         uint32_t x[4];
         ptx::load_matrices(x, Layout::columns(sColumns, k) + j * 16 * Layout::kRowBytes);
-        const Terms rColumn = split(x);
+        const Terms rColumn = tile::split(x);
 #pragma unroll
         for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -231,7 +219,7 @@ class Tf32Gradients {
   template <int kLineBlocks>
   static __device__ __forceinline__ void multiply_slab(float (&rFresh)[kLineBlocks][4][4], const Terms (&a)[kLineBlocks],
                                                        uint32_t sRow) {
-    const Terms even = split(ptx::load_shared_16(sRow)), odd = split(ptx::load_shared_16(sRow + Layout::kRowBytes));
+    const Terms even = tile::split(ptx::load_shared_16(sRow)), odd = tile::split(ptx::load_shared_16(sRow + Layout::kRowBytes));
 #pragma unroll
     for (int q = 0; q < 4; ++q)
 #pragma unroll
@@ -244,20 +232,20 @@ class Tf32Gradients {
 
   // rSum [lines, kDim] += rWeight [lines, columns] times the walked tile.
   static __device__ __forceinline__ void accumulate(Sums& rSum, const Scores& rWeight, uint32_t sPairs) {
+    Terms rLine[kJ][kI];
+#pragma unroll
+    for (int k = 0; k < kJ; ++k)
+#pragma unroll
+      for (int i = 0; i < kI; ++i) {
+        const float (&w)[4] = rWeight[i][k];
+        rLine[k][i] = tile::split({__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]), __float_as_uint(w[3])});
+      }
 #pragma unroll
     for (int d = 0; d < kSlabs; ++d) {
       float rFresh[kI][4][4];
       tile::clear(rFresh);
 #pragma unroll
-      for (int k = 0; k < kJ; ++k) {
-        Terms rLine[kI];
-#pragma unroll
-        for (int i = 0; i < kI; ++i) {
-          const float (&w)[4] = rWeight[i][k];
-          rLine[i] = split({__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]), __float_as_uint(w[3])});
-        }
-        multiply_slab<kI>(rFresh, rLine, sPairs + k * 8 * Layout::kRowBytes + d * 128);
-      }
+      for (int k = 0; k < kJ; ++k) multiply_slab<kI>(rFresh, rLine[k], sPairs + k * 8 * Layout::kRowBytes + d * 128);
 #pragma unroll
       for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -299,7 +287,7 @@ class Tf32Gradients {
       for (int i = 0; i < kRowBlocks; ++i) {
         uint32_t x[4];
         ptx::load_matrices(x, ScoreLayout::columns(sScore, k) + i * 16 * ScoreLayout::kRowBytes);
-        rLine[i] = split(x);
+        rLine[i] = tile::split(x);
       }
       multiply_slab<kRowBlocks>(rSum, rLine, sKey + k * 8 * Layout::kRowBytes);
     }

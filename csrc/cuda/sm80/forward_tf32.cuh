@@ -10,6 +10,7 @@
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/reduce.cuh"
+#include "cuda/tile/tf32.cuh"
 #include "cuda/tiles.h"
 
 namespace flash::sm80 {
@@ -43,19 +44,7 @@ struct ForwardTf32 {
         key(Layout::address(sKey, tile::column_block_row(lane), tile::column_block_chunk(lane))),
         value(Layout::address(sValue, tile::lane_column(lane), tile::lane_line(lane))) {}
 
-  // A register of four floats (an operand, or a row of V) as TF32 terms.
-  struct Terms {
-    uint32_t high[4], low[4];
-  };
-  static __device__ __forceinline__ Terms split(const uint32_t (&x)[4]) {
-    Terms r;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      r.high[e] = ptx::to_tf32(__uint_as_float(x[e]));
-      r.low[e] = kThree ? ptx::to_tf32(__uint_as_float(x[e]) - __uint_as_float(r.high[e])) : 0;
-    }
-    return r;
-  }
+  using Terms = tile::Terms;
 
   // rScore [rows, keys] = Q K^T.
   __device__ __forceinline__ void scores(float (&rScore)[kBlocks][kKeys / 8][4], uint32_t key_tile) {
@@ -69,13 +58,13 @@ struct ForwardTf32 {
       for (int i = 0; i < kBlocks; ++i) {
         uint32_t r[4];
         ptx::load_matrices(r, Layout::columns(query, step) + i * 16 * Layout::kRowBytes);
-        rQuery[i] = split(r);
+        rQuery[i] = tile::split<kThree>(r);
       }
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
         uint32_t r[4];
         ptx::load_matrices(r, Layout::columns(key_tile, step) + j * 16 * Layout::kRowBytes);
-        const Terms rKey = split(r);
+        const Terms rKey = tile::split<kThree>(r);
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
           float (&large)[kKeys / 8][4] = rScore[i], (&small)[kKeys / 8][4] = rSmall[i];
@@ -114,11 +103,12 @@ struct ForwardTf32 {
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
           const float (&p)[4] = rProbability[i][k];
-          rP[i] = split({__float_as_uint(p[0]), __float_as_uint(p[2]), __float_as_uint(p[1]), __float_as_uint(p[3])});
+          rP[i] =
+              tile::split<kThree>({__float_as_uint(p[0]), __float_as_uint(p[2]), __float_as_uint(p[1]), __float_as_uint(p[3])});
         }
         const uint4 even = ptx::load_shared_16(value_tile + k * 8 * Layout::kRowBytes + d * 128);
         const uint4 odd = ptx::load_shared_16(value_tile + (k * 8 + 1) * Layout::kRowBytes + d * 128);
-        const Terms v0 = split({even.x, even.y, even.z, even.w}), v1 = split({odd.x, odd.y, odd.z, odd.w});
+        const Terms v0 = tile::split<kThree>(even), v1 = tile::split<kThree>(odd);
 #pragma unroll
         for (int q = 0; q < 4; ++q)
 #pragma unroll

@@ -42,6 +42,11 @@ struct Swizzled {
     return kWide ? (address ^ ((step & 3) << 5)) + (step >> 2) * 128 : (address ^ ((step & 1) << 5)) + (step >> 1) * 64;
   }
 
+  // From the address of a chunk to that of `n` chunks further, where n and the chunk's index have no bits in common.
+  static FLASH_TILE uint32_t chunks(uint32_t address, int n) {
+    return kWide ? (address ^ ((n & 7) << 4)) + (n >> 3) * 128 : (address ^ ((n & 3) << 4)) + (n >> 2) * 64;
+  }
+
   // From the address of row r to that of row r + n, the chunk kept, where r is below a power of two that divides n.
   static FLASH_TILE uint32_t rows(uint32_t address, int n) {
     return (address ^ ((kWide ? n & 7 : (n >> 1) & 3) << 4)) + n * kRowBytes;
