@@ -71,12 +71,16 @@ constexpr bool serves(const ForwardTile& t, int64_t element) {
 
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
+// What a block knows of its rows and keys and reads again where it needs it. fp32 keeps that in registers: 99 KB are full.
+inline constexpr int kSharedBlockBytes = 128;
+
 // Dynamic shared memory of a block, bytes. element: bytes of an element of query, key and value.
 constexpr int64_t forward_shared_bytes(const ForwardTile& t, int64_t element) {
   if (t.body == Body::kFma) return 0;
   const int64_t row = t.bucket * element + (t.body == Body::kTf32 ? 16 : 0);
   const int64_t exchange = t.body == Body::kWide ? t.rows * t.keys * element + int64_t{4} * t.sharing * t.rows : 0;
-  return (t.rows + int64_t{2} * t.stages * t.keys) * row + exchange;
+  const int64_t block = t.body == Body::kTf32 ? 0 : kSharedBlockBytes;
+  return (t.rows + int64_t{2} * t.stages * t.keys) * row + exchange + block;
 }
 
 // The smallest head dim of an instance that holds both, 0 if none does.
@@ -195,7 +199,8 @@ constexpr int64_t backward_shared_bytes(const BackwardTile& t) {
   const bool tf32 = t.body == BackwardBody::kTf32;
   const int64_t row = tf32 ? t.bucket * 4 + 16 : t.bucket * 2;
   const int64_t weights = tf32 ? t.rows * (t.keys * 4 + 16) : t.keys * t.rows * 2 * (t.sharing > 1 ? 2 : 1);
-  return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights;
+  const int64_t owner = tf32 || t.plain ? 0 : kSharedBlockBytes;
+  return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights + owner;
 }
 
 // Q, dO and K, V; those in two stages in 16 bits.

@@ -4,6 +4,7 @@
 //   the sums of dQ become zero, in the scratch or in dq itself.
 // One read of out and dout: bound by memory bandwidth.
 #pragma once
+#include "cuda/common/divisor.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/locate.cuh"
 #include "cuda/common/scratch.h"
@@ -20,13 +21,14 @@ static_assert(kPrepareRows % kBlockRows == 0);
 struct PrepareArguments {
   problem::Problem problem;
   problem::Gradients gradients;
-  Scratch scratch;       // lse2 null: the kernels read lse and gradients.delta themselves
-  int64_t pieces = 0;    // of kPrepareRows rows, per plane
+  Scratch scratch;     // lse2 null: the kernels read lse and gradients.delta themselves
+  int64_t pieces = 0;  // of kPrepareRows rows, per plane
+  Divisor by_pieces, by_heads;
   bool vectors = false;  // out and dout are read 16 bytes at a time
   bool clear_dquery = false;
 };
 
-// This lane's share of dout . out in one row.
+// This lane's share of dout . out in one row, added up in the same order however the rows are aligned.
 template <class T>
 __device__ __forceinline__ Sum<T> row_product(const T* gOut, const T* gGradient, int64_t columns, int lane, bool vectors) {
   constexpr int kWidth = 16 / sizeof(T);
@@ -41,7 +43,10 @@ __device__ __forceinline__ Sum<T> row_product(const T* gOut, const T* gGradient,
       for (int e = 0; e < kWidth; ++e) sum += widen(out[e]) * widen(gradient[e]);
     }
   } else {
-    for (int64_t c = lane; c < columns; c += kPrepareLanes) sum += widen(gOut[c]) * widen(gGradient[c]);
+    for (int64_t c = lane * kWidth; c < columns; c += kPrepareLanes * kWidth)
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e)
+        if (c + e < columns) sum += widen(gOut[c + e]) * widen(gGradient[c + e]);
   }
   return sum;
 }
@@ -54,9 +59,8 @@ __device__ __forceinline__ float bounded(float lse2) {
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArguments a) {
   const problem::Problem& p = a.problem;
-  const int64_t plane = blockIdx.x / a.pieces, slot = blockIdx.x - plane * a.pieces;
-  int64_t batch = plane / p.heads;
-  const int64_t head = plane - batch * p.heads;  // packed: plane is the head
+  uint32_t slot, head;
+  int64_t batch = a.by_heads.divide(a.by_pieces.divide(blockIdx.x, &slot), &head);  // packed: plane is the head
   const int64_t piece = find_piece(p.cu_seqlens_q, p.batch, kPrepareRows, slot, &batch);
   const problem::Sequence s = problem::sequence(p, batch);
   const int64_t first = piece * kPrepareRows;

@@ -11,13 +11,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Under a predicate rather than a branch, so that what stands around it stays one block to be scheduled.
-__device__ __forceinline__ void store_shared_if(bool condition, uint32_t address, uint32_t value) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(value),
-               "r"(static_cast<int>(condition))
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

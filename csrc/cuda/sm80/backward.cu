@@ -3,8 +3,6 @@
 //   fp32, tensor cores:    prepare -> keys (dK, dV, dQ)
 //   deterministic, scalar: prepare -> keys (dK, dV) -> rows (dQ)
 // A deterministic gradient of the mask is a kernel of its own; else the keys kernel adds it up.
-#include <algorithm>
-
 #include "cuda/common/convert.cuh"
 #include "cuda/common/prepare.cuh"
 #include "cuda/sm80/backward.h"
@@ -15,14 +13,13 @@
 namespace flash::sm80 {
 
 unsigned set_grid(BackwardCall& call, bool rows, int tile, int64_t walked_bytes) {
-  constexpr int64_t kCacheBytes = int64_t{32} << 20;  // of L2 for what the blocks of a section walk over together
   const problem::Problem& p = call.problem;
-  call.planes = static_cast<int>(common::planes(p, rows ? p.heads : p.kv_heads));
+  const int64_t heads = rows ? p.heads : p.kv_heads, planes = common::planes(p, heads);
   call.pieces = static_cast<int>(rows ? common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, tile)
                                       : common::pieces(p.cu_seqlens_k, p.keys, p.total_keys, p.batch, tile));
-  const int64_t section = kCacheBytes / std::max<int64_t>(walked_bytes, 1);
-  call.section = static_cast<int>(std::clamp<int64_t>(section, 1, call.planes));
-  return static_cast<unsigned>(call.planes) * static_cast<unsigned>(call.pieces);
+  call.sections = common::Sections(planes, call.pieces, walked_bytes);
+  call.by_heads = common::Divisor(heads);
+  return static_cast<unsigned>(planes) * static_cast<unsigned>(call.pieces);
 }
 
 namespace {
@@ -44,6 +41,8 @@ cudaError_t prepare(const BackwardCall& call, cudaStream_t stream) {
   a.pieces = common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, common::kPrepareRows);
   a.clear_dquery = call.sum_dquery && call.scratch.dquery == nullptr;
   a.vectors = vectors(p.out, p.value_dim, sizeof(T)) && vectors(call.gradients.dout, p.value_dim, sizeof(T));
+  a.by_pieces = common::Divisor(a.pieces);
+  a.by_heads = common::Divisor(p.heads);
   const unsigned blocks = static_cast<unsigned>(common::planes(p, p.heads) * a.pieces);
   common::prepare_kernel<T><<<blocks, common::kPrepareThreads, 0, stream>>>(a);
   return cudaGetLastError();
@@ -55,6 +54,8 @@ cudaError_t convert(const BackwardCall& call, cudaStream_t stream) {
   common::ConvertArguments a{p, call.gradients, call.scratch};
   a.pieces = common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, common::kConvertRows);
   a.scale = call.modifiers.scale;
+  a.by_pieces = common::Divisor(a.pieces);
+  a.by_heads = common::Divisor(p.heads);
   const unsigned blocks = static_cast<unsigned>(common::planes(p, p.heads) * a.pieces);
   common::convert_kernel<T><<<blocks, common::kConvertWarps * 32, 0, stream>>>(a);
   return cudaGetLastError();
@@ -179,6 +180,7 @@ cudaError_t backward(const Problem& problem, const Gradients& gradients, const P
   call.gradients = gradients;
   call.modifiers = common::modifiers(problem);
   call.group = problem.heads / problem.kv_heads;
+  call.by_group = common::Divisor(call.group);
   call.load_bytes = plan.load_bytes;
   call.store_bytes = plan.store_bytes;
   if (cuda::kBackwardTiles[plan.variant].body != cuda::BackwardBody::kScalar) {

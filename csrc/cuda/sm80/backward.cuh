@@ -7,10 +7,13 @@
 // Warps: kKeyWarps along the keys, 32 keys each, times kSharing along the queries of a tile. With kSharing = 1 P^T and dS^T stay in
 // registers and only dS^T crosses through shared memory, for dQ. Else both do, and dK, dV are divided by columns.
 #pragma once
+#include <type_traits>
+
 #include "cuda/common/convert.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/sm80/backward_block.cuh"
 #include "cuda/sm80/backward_config.cuh"
+#include "cuda/sm80/backward_feed.cuh"
 #include "cuda/sm80/backward_score.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/store.cuh"
@@ -35,14 +38,26 @@ class KeyGradients {
     extern __shared__ __align__(1024) uint8_t memory[];
     const Owner owner = Owner::find<false, kKeys>(call);
     if (owner.count <= 0) return;
-    KeyGradients(call, owner, ptx::shared_address(memory)).walk();
+    const uint32_t shared = ptx::shared_address(memory);
+    load_keys(call, owner, shared);
+    const Walk walk = Walk::over_rows<kRows, kKeys>(owner);
+    if constexpr (kPlain) {
+      KeyGradients(call, owner, walk, shared).walk();
+    } else {
+      // The modifiers need the registers: the loop reads the owner again from shared memory.
+      Owner& kept = *reinterpret_cast<Owner*>(memory + Config::kOwnerAt);
+      static_assert(sizeof(Owner) <= cuda::kSharedBlockBytes);
+      if (threadIdx.x == 0) kept = owner;
+      __syncthreads();
+      KeyGradients(call, kept, walk, shared).walk();
+    }
   }
 
  private:
-  __device__ __forceinline__ KeyGradients(const BackwardCall& call, const Owner& owner, uint32_t shared)
+  __device__ __forceinline__ KeyGradients(const BackwardCall& call, const Owner& owner, const Walk& walk, uint32_t shared)
       : call_(call),
         owner_(owner),
-        walk_(Walk::over_rows<kRows, kKeys>(owner)),
+        walk_(walk),
         shared_(shared),
         lane_(threadIdx.x & 31),
         warp_(threadIdx.x >> 5),
@@ -57,38 +72,38 @@ class KeyGradients {
                                       tile::row_block_chunk(lane_) + query_warp_ * 2)),
         sStore_(Weights::address(shared + Config::kScoreAt, key_line_ + tile::lane_line(lane_), query_warp_ * (kChunk / 8)) +
                 tile::lane_column(lane_) * 2),
-        query_(call.problem.query.row, owner.sequence.rows, call.problem.head_dim, call.load_bytes),
-        gradient_(call.gradients.dout.row, owner.sequence.rows, call.problem.value_dim, call.load_bytes) {}
+        feed_(call, owner, shared) {}
 
   __device__ __forceinline__ void walk() {
-    load_keys();
     tile::clear(rKeyGradient_);
     tile::clear(rValueGradient_);
     const int steps = walk_.count() * static_cast<int>(call_.group);
-    ahead_ = walk_.first;
-    ahead_head_ = 0;
     if (steps > 0) {
-      query_.clear(shared_ + Config::kQueryAt, kStages);
-      gradient_.clear(shared_ + Config::kGradientAt, kStages);
-      begin_head();
+      feed_.begin(owner_, walk_);
+      begin_sums(0);
     }
-    if constexpr (kStages > 1) fetch(0, steps > 0);
+    if constexpr (kStages > 1) feed_.fetch(owner_, walk_, 0, steps > 0);
     int stage = 0, row_tile = walk_.first, head = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if constexpr (kStages > 1) {
         ptx::wait_copies<0>();
         __syncthreads();
-        fetch(stage ^ 1, step + 1 < steps);
+        feed_.fetch(owner_, walk_, stage ^ 1, step + 1 < steps);
       } else {
         __syncthreads();  // everybody is done with the previous tile
-        fetch(0, true);
+        feed_.fetch(owner_, walk_, 0, true);
         ptx::wait_copies<0>();
         __syncthreads();
       }
       this->step(stage, row_tile, head);
       if constexpr (kStages > 1) stage ^= 1;
-      if (++row_tile > walk_.last) row_tile = walk_.first, ++head;
+      gSum_ += sum_step_;
+      if (++row_tile > walk_.last) {
+        row_tile = walk_.first;
+        ++head;
+        if (head < call_.group) begin_sums(head);
+      }
     }
     ptx::commit_copies();  // keys that nobody sees: nothing was committed, and a wait covers committed copies only
     ptx::wait_copies<0>();
@@ -99,46 +114,21 @@ class KeyGradients {
   __device__ __forceinline__ int64_t query_head(int head) const { return owner_.head * call_.group + head; }
 
   // K and V of the block, once.
-  __device__ __forceinline__ void load_keys() const {
-    const problem::Problem& p = call_.problem;
-    const int64_t line = owner_.sequence.key + owner_.first;
-    load_own<typename Config::KeyLoader, Operand, kPlain>(call_, owner_, p.key, line, p.head_dim, shared_);
-    load_own<typename Config::KeyLoader, Operand, kPlain>(call_, owner_, p.value, line, p.value_dim,
-                                                          shared_ + Config::kValueAt);
+  static __device__ __forceinline__ void load_keys(const BackwardCall& call, const Owner& owner, uint32_t shared) {
+    const problem::Problem& p = call.problem;
+    const int64_t line = owner.sequence.key + owner.first;
+    load_own<typename Config::KeyLoader, Operand, kPlain>(call, owner, p.key, line, p.head_dim, shared);
+    load_own<typename Config::KeyLoader, Operand, kPlain>(call, owner, p.value, line, p.value_dim, shared + Config::kValueAt);
   }
 
-  // The walk over the rows of the next query head starts.
-  __device__ __forceinline__ void begin_head() {
-    const problem::Problem& p = call_.problem;
-    const problem::Array& dout = call_.gradients.dout;
-    const int64_t head = query_head(ahead_head_);
-    query_.begin(p.query.data, problem::offset(p.query, owner_.batch, head, owner_.sequence.row), ahead_);
-    gradient_.begin(dout.data, problem::offset(dout, owner_.batch, head, owner_.sequence.row), ahead_);
-    ahead_row_ = call_.scratch.first_block(owner_.sequence, head) * common::kBlockRows;
-  }
-
-  // Issues the copies of the next tile of Q, dO, lse2 and delta, one group.
-  __device__ __forceinline__ void fetch(int stage, bool exists) {
-    using Loader = typename Config::RowLoader;
-    if (exists) {
-      const uint32_t to = shared_ + Config::kQueryAt + stage * Config::kRowBytes;
-      const uint32_t to_lane = Operand::address(to, Loader::row(), Loader::chunk());
-      constexpr uint32_t kApart = kStages * Config::kRowBytes;
-      query_.fetch(ahead_, to, to_lane);
-      gradient_.fetch(ahead_, to + kApart, to_lane + kApart);
-      if (threadIdx.x < kRows / 2) {
-        const int part = threadIdx.x / (kRows / 4), row = threadIdx.x % (kRows / 4) * 4;
-        const float* from = (part == 0 ? call_.scratch.lse2 : call_.scratch.delta) + ahead_row_ + int64_t{ahead_} * kRows + row;
-        const bool inside = int64_t{ahead_} * kRows + row < owner_.sequence.rows;
-        ptx::copy_16(statistics(stage) + (part * kRows + row) * 4, inside ? from : call_.scratch.lse2, inside ? 16 : 0);
-      }
-      if (++ahead_ > walk_.last) {
-        ahead_ = walk_.first;
-        ++ahead_head_;
-        if (ahead_head_ < call_.group) begin_head();
-      }
-    }
-    ptx::commit_copies();
+  // The walk over the sums of dQ of the same rows starts.
+  __device__ __forceinline__ void begin_sums(int head) {
+    const common::Scratch& scratch = call_.scratch;
+    if (scratch.dquery == nullptr) return;
+    const int64_t block = scratch.first_block(owner_.sequence, query_head(head)) + walk_.first * (kRows / common::kBlockRows) +
+                          warp_ % Config::kDqRowWarps * (Config::kDqRows / common::kBlockRows);
+    gSum_ = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
+    sum_step_ = static_cast<int>(scratch.columns) * (kRows / common::kBlockRows * common::kBlockElements);
   }
 
   __device__ __forceinline__ uint32_t statistics(int stage) const {
@@ -161,7 +151,7 @@ class KeyGradients {
       __syncthreads();
       if constexpr (kSharing > 1)
         accumulate_shared(stage_offset);  // written twice: together with dQ it is scheduled as one block
-      add_query_gradient(row_tile, head);
+      add_query_gradient(row_tile);
     } else if constexpr (kSharing > 1) {
       __syncthreads();
       accumulate_shared(stage_offset);
@@ -228,7 +218,8 @@ class KeyGradients {
     }
     tile::pack<T>(rWeight, rGradient);
     tile::pack<T>(rScoreGradient, rScore);
-    const bool crosses = kSharing > 1 || call_.scratch.dquery != nullptr;  // dS^T is needed for dQ at least
+    // dS^T is needed for dQ at least. In plain instances a test would cost more than the stores that it saves.
+    const bool crosses = kPlain || kSharing > 1 || call_.scratch.dquery != nullptr;
 #pragma unroll
     for (int j = 0; j < kChunk / 8; ++j) {
       const uint32_t sPair = Weights::chunks(sStore_, first / 8 + j);
@@ -237,11 +228,7 @@ class KeyGradients {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t to = sPair + (i * 16 + half * 8) * Weights::kRowBytes;
-          if constexpr (kPlain) {
-            ptx::store_shared_if(crosses, to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
-          } else if (crosses) {  // a branch costs fewer registers
-            ptx::store_shared(to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
-          }
+          if (crosses) ptx::store_shared(to, rScoreGradient[i][j / 2][(j & 1) * 2 + half]);
           if constexpr (kSharing > 1) ptx::store_shared(to + Config::kWeightBytes, rWeight[i][j / 2][(j & 1) * 2 + half]);
         }
     }
@@ -297,14 +284,12 @@ class KeyGradients {
   }
 
   // dQ [kRows, kHeadDim] = dS K of this tile, this warp's part, added to the sums in global memory.
-  __device__ __forceinline__ void add_query_gradient(int row_tile, int head) const {
+  __device__ __forceinline__ void add_query_gradient(int row_tile) const {
     constexpr int kBlocks = Config::kDqColumns / 16,
                   kPass = kBlocks > 4 ? 4 : kBlocks;  // column blocks; at a time, for registers
     static_assert(kBlocks % kPass == 0);
     const common::Scratch& scratch = call_.scratch;
     const int first_row = row_tile * kRows + warp_ % Config::kDqRowWarps * Config::kDqRows;
-    const int64_t block = scratch.first_block(owner_.sequence, query_head(head)) + first_row / common::kBlockRows;
-    float* gFirst = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
     // The common case without a test per group of columns.
     const bool whole = first_row + Config::kDqRows <= owner_.sequence.rows && scratch.columns == kHeadDim / 8;
 #pragma unroll
@@ -319,7 +304,7 @@ class KeyGradients {
             const int column = (first + j / 2) * Config::kDqColumnWarps * 2 + j % 2;  // from this warp's first
             // The next block of rows may be another sequence's.
             if (whole || (i * 16 < rows && (warp_ / Config::kDqRowWarps) * 2 + column < columns))
-              common::add_private(gFirst + (i * columns + column) * common::kBlockElements, lane_, rSum[i][j]);
+              common::add_private(gSum_ + (i * columns + column) * common::kBlockElements, lane_, rSum[i][j]);
           }
       };
       if (whole) {
@@ -383,7 +368,7 @@ class KeyGradients {
   }
 
   const BackwardCall& call_;
-  const Owner owner_;
+  const std::conditional_t<kPlain, Owner, const Owner&> owner_;
   const Walk walk_;
   const uint32_t shared_;
   const int lane_, warp_;
@@ -392,9 +377,9 @@ class KeyGradients {
   // Lane addresses for ldmatrix: K (or V, kValueAt further) as lines; Q (or dO) as columns; Q (or dO) transposed.
   const uint32_t sLines_, sColumns_, sTransposed_;
   const uint32_t sStore_;  // where this lane's pair of dS^T goes
-  LineStream<typename Config::RowLoader, Operand, kRows, kPlain> query_, gradient_;
-  int ahead_, ahead_head_;  // the tile and head of the group that fetch() takes next
-  int64_t ahead_row_;       // first row of that head in the scratch
+  RowFeed<Config> feed_;
+  float* gSum_ = nullptr;  // sums of dQ of the tile that is computed, this warp's first
+  int sum_step_ = 0;       // from tile to tile
   float rKeyGradient_[kI][Config::kColumns / 8][4], rValueGradient_[kI][Config::kColumns / 8][4];
 };
 

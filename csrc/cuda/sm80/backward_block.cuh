@@ -3,6 +3,7 @@
 #include "cuda/common/locate.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/scratch.h"
+#include "cuda/common/sections.h"
 #include "cuda/tile/load.cuh"
 #include "problem/coords.h"
 #include "problem/mask.h"
@@ -19,12 +20,13 @@ struct BackwardCall {
   int load_bytes, store_bytes;  // alignment of rows read: 16, 8, or 4 in fp32; of rows written: any
   int pieces;                   // tiles per plane (common/locate.cuh)
   int64_t group;                // query heads per kv head
-  int planes;                   // kv heads of all sequences; of the dQ kernel: query heads
-  int section;                  // planes whose walked rows fit the L2 cache together: these blocks run side by side
+  common::Sections sections;    // of kv heads of all sequences; of the dQ kernel: of query heads
+  common::Divisor by_heads;     // of these in a sequence
+  common::Divisor by_group;
 };
 
-// The tile of a block: plane and piece from the flat index, plane fastest inside a section, so that blocks with the longest walks
-// (the first keys, under a causal mask) start first. kRows: the block owns query rows, the last (longest) ones first; else keys.
+// The tile of a block: blocks with the longest walks (the first keys, under a causal mask) start first.
+// kRows: the block owns query rows, the last (longest) ones first; else keys.
 struct Owner {
   int64_t batch, head;  // head: of the kv heads if the block owns keys
   problem::Sequence sequence;
@@ -35,15 +37,12 @@ struct Owner {
   template <bool kRows, int kTile>
   static __device__ __forceinline__ Owner find(const BackwardCall& call) {
     const problem::Problem& p = call.problem;
-    const unsigned per_section = static_cast<unsigned>(call.section) * call.pieces, section = blockIdx.x / per_section;
-    const unsigned rest = blockIdx.x - section * per_section, start = section * call.section;
-    const unsigned planes = min(static_cast<unsigned>(call.section), call.planes - start);
-    const unsigned slot = rest / planes, plane = start + rest % planes;
+    const auto [plane, slot] = call.sections.find(blockIdx.x);
     const int32_t* lengths = kRows ? p.cu_seqlens_q : p.cu_seqlens_k;
-    const unsigned heads = static_cast<unsigned>(kRows ? p.heads : p.kv_heads);
     Owner o;
-    o.batch = plane / heads;  // packed: 0 so far
-    o.head = plane % heads;
+    uint32_t head;
+    o.batch = call.by_heads.divide(plane, &head);  // packed: 0 so far
+    o.head = head;
     const bool backwards = kRows && lengths == nullptr;
     const int64_t piece =
         common::find_piece(lengths, p.batch, kTile, backwards ? call.pieces - 1 - static_cast<int>(slot) : slot, &o.batch);

@@ -30,11 +30,12 @@ struct KeysConfig {
   static constexpr int kKeyBytes = Operand::bytes(kKeys), kRowBytes = Operand::bytes(kRows),
                        kWeightBytes = Weights::bytes(kKeys);
   static constexpr int kStatisticsBytes = 2 * kRows * 4;  // lse2, delta
-  // Shared memory: K, V, Q[stages], dO[stages], dS^T, P^T if it crosses, statistics[stages].
+  // Shared memory: K, V, Q[stages], dO[stages], dS^T, P^T if it crosses, statistics[stages], Owner if not plain.
   static constexpr int kValueAt = kKeyBytes, kQueryAt = 2 * kKeyBytes, kGradientAt = kQueryAt + kStages * kRowBytes;
   static constexpr int kScoreAt = kGradientAt + kStages * kRowBytes, kWeightAt = kScoreAt + kWeightBytes;
   static constexpr int kStatisticsAt = kWeightAt + (kSharing > 1 ? kWeightBytes : 0);
-  static constexpr int kSharedBytes = kStatisticsAt + kStages * kStatisticsBytes;
+  static constexpr int kOwnerAt = kStatisticsAt + kStages * kStatisticsBytes;  // Owner
+  static constexpr int kSharedBytes = kOwnerAt + (kPlain ? 0 : cuda::kSharedBlockBytes);
   static_assert(kSharedBytes == cuda::backward_shared_bytes(kTile));
 };
 

@@ -68,7 +68,7 @@ class RowGradients {
     load_statistics();
     tile::clear(rQueryGradient_);
     const problem::Problem& p = call_.problem;
-    const int64_t kv_head = problem::kv_head(p, owner_.head);
+    const int64_t kv_head = call_.by_group.divide(owner_.head);
     key_.begin(p.key.data, problem::offset(p.key, owner_.batch, kv_head, owner_.sequence.key), walk_.first);
     value_.begin(p.value.data, problem::offset(p.value, owner_.batch, kv_head, owner_.sequence.key), walk_.first);
     key_.clear(shared_ + Config::kKeyAt, 2);

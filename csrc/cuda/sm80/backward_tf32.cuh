@@ -90,7 +90,7 @@ class Tf32Gradients {
 #pragma unroll 1
     for (int64_t h = 0; h < (kOfKeys ? call_.group : 1); ++h) {
       const int64_t head = kOfKeys ? owner_.head * call_.group + h : owner_.head,
-                    walked = kOfKeys ? head : problem::kv_head(p, head);
+                    walked = kOfKeys ? head : call_.by_group.divide(head);
       firsts.begin(first.data, problem::offset(first, owner_.batch, walked, start), walk_.first);
       seconds.begin(second.data, problem::offset(second, owner_.batch, walked, start), walk_.first);
 #pragma unroll 1

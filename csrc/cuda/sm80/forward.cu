@@ -1,5 +1,4 @@
 // sm80/forward.cu: from a Problem and its Plan to a kernel call.
-#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -19,9 +18,6 @@ namespace {
 using problem::DType;
 using problem::Plan;
 using problem::Problem;
-
-// Of an L2 cache of 40 to 60 MB, what K and V of one section of heads may take.
-constexpr int64_t kSectionBytes = 32 << 20;
 
 using Launch = cudaError_t (*)(const ForwardCall&, int64_t, cudaStream_t);
 
@@ -73,10 +69,12 @@ cudaError_t forward(const Problem& p, const Plan& plan, void* workspace, cudaStr
   call.modifiers = common::modifiers(p);
   call.load_bytes = plan.load_bytes;
   call.store_bytes = plan.store_bytes;
-  call.planes = static_cast<int>(planes);
+  call.sections = common::Sections(planes, row_tiles * plan.splits, plane_bytes);
   call.row_tiles = static_cast<int>(row_tiles);
   call.splits = plan.splits;
-  call.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 1, planes));
+  call.by_splits = common::Divisor(plan.splits);
+  call.by_heads = common::Divisor(p.heads);
+  call.by_group = common::Divisor(p.heads / p.kv_heads);
   call.part_count = p.heads * (p.packed() ? p.total_rows : p.batch * p.rows);
   call.part_out = static_cast<float*>(workspace);
   call.part_lse = call.part_out + plan.splits * call.part_count * p.value_dim;

@@ -98,13 +98,13 @@ struct Forward {
 #pragma unroll 1
     for (int first = 0; first < kKeys; first += kExact) {
       float rScore[kBlocks][kExact / 8][4];  // [rows, keys]
-      scores(rScore, key_tile, first);
       const common::Place at(block.row, first_key + first, first_row, 0, lane);
+      scores(rScore, key_tile, first);
       float log2_scale = call.modifiers.scale * common::kLog2e;
       if constexpr (!kPlain)
         if (call.modifiers.flags & common::kChangesScore)
-          log2_scale = common::modify<false, T>(rScore, p, call.modifiers, block.sequence.batch, block.head,
-                                                block.sequence.rows, block.interval, at);
+          log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
+                                         block.interval, at);
       if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
       rows.fold_max(rScore, log2_scale, rOut);
       rows.exponentiate(rScore, log2_scale);
@@ -185,24 +185,32 @@ struct Forward {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first_row + i * 16 + half * 8 + tile::lane_line(lane);
-        const float factor = common::finish_row(out, row, rows.max[i][half], rows.sum[i][half], lane % 4 == 0);
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          const float low = rOut[i][j][2 * half] * factor, high = rOut[i][j][2 * half + 1] * factor;
-          if (out.part != nullptr) {
-            common::store_part(out, row, j * 8 + tile::lane_column(lane), low, high);
-          } else {
-            tile::store_pair<T, Layout>(sQuery, row, j, lane, low, high);
-          }
-        }
+        tile::scale_line(rOut, i, half, common::finish_row(out, row, rows.max[i][half], rows.sum[i][half], lane % 4 == 0));
       }
-    if (out.part != nullptr) return;
+    if (out.part != nullptr) {
+      store_part(out);
+      return;
+    }
+    tile::store_accumulator<T, Layout>(Layout::address(sQuery, first_row + tile::lane_line(lane), 0), rOut, lane,
+                                       [](int j) { return j; });
     __syncwarp();
     const problem::Array& array = call.problem.out;
     T* to = static_cast<T*>(array.data) +
             problem::offset(array, block.sequence.batch, block.head, block.sequence.row + block.row + first_row);
     tile::store_rows<Layout, kBlocks * 16, 32>(reinterpret_cast<char*>(to), array.row * 2, sQuery, first_row,
                                                block.rows - first_row, out.value_dim * 2, kPlain ? 16 : call.store_bytes, lane);
+  }
+
+  // By itself, so that its tests do not stand between the stores of the common case.
+  __device__ __forceinline__ void store_part(const common::RowsOut<float>& out) const {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j)
+          common::store_part(out, first_row + i * 16 + half * 8 + tile::lane_line(lane), j * 8 + tile::lane_column(lane),
+                             rOut[i][j][2 * half], rOut[i][j][2 * half + 1]);
   }
 
   static __device__ __forceinline__ void run(const ForwardCall& call) {
@@ -213,28 +221,30 @@ struct Forward {
     const problem::Problem& p = call.problem;
     const Rows block(call);
     if (block.rows <= 0) return;
+    const Rows& kept = block.shared_at(shared + Layout::bytes(kRows) + 2 * kStages * kTileBytes);
     const problem::Dropout dropout =
         !kPlain && call.modifiers.flags & common::kDropout ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};
-    const int64_t kv_head = problem::kv_head(p, block.head);
-    KeyStream keys(p.key, block.sequence, kv_head, p.head_dim, call.load_bytes);
-    KeyStream values(p.value, block.sequence, kv_head, p.value_dim, call.load_bytes);
     load_query<QueryLoader, Layout>(call, block, sQuery, kPlain || call.load_bytes == 16);
+    KeyStream keys(p.key, p.head_dim, call.load_bytes), values(p.value, p.value_dim, call.load_bytes);
     keys.clear(sKey, kStages);
     values.clear(sValue, kStages);
     const uint32_t key_lane = Layout::address(sKey, KeyLoader::row(), KeyLoader::chunk());
     const uint32_t value_lane = key_lane + kStages * kTileBytes;
 
-    Forward state(call, block, sQuery, sKey, sValue);
+    Forward state(call, kept, sQuery, sKey, sValue);
     const float log2_scale = call.modifiers.scale * common::kLog2e;
+    const auto start = [&](const Rows& from) {
+      if (from.first <= from.last) {
+        keys.fetch_last(call, p.key, from, sKey);
+        values.fetch_last(call, p.value, from, sValue);
+      }
+      ptx::commit_copies();
+    };
+    start(block);
     bool exact_only = !kPlain;
     for (;;) {
       tile::clear(state.rOut);
       state.rows.reset();
-      if (block.first <= block.last) {
-        keys.fetch_last(block.last, block.sequence.keys, sKey);
-        values.fetch_last(block.last, block.sequence.keys, sValue);
-      }
-      ptx::commit_copies();
       int stage = 0;
 #pragma unroll 1
       for (int tile = block.last; tile >= block.first; --tile) {
@@ -266,6 +276,7 @@ struct Forward {
       }
       if (!__syncthreads_or(bad)) break;
       exact_only = true;
+      start(kept);
     }
     state.store(sQuery);
   }

@@ -1,10 +1,11 @@
 // sm80/forward_block.cuh: what a forward kernel is called with, and which rows and keys one block of it owns.
-// Blocks are numbered by sections of planes (heads) whose K and V fit the L2 cache together; inside a section the longest rows (the
-// last ones under a causal mask) come first and the plane runs fastest.
+// Blocks are numbered by common/sections.h; the longest rows (the last ones under a causal mask) come first.
 #pragma once
 #include "cuda/common/locate.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/sections.h"
 #include "cuda/tile/load.cuh"
+#include "cuda/tiles.h"
 #include "problem/coords.h"
 #include "problem/mask.h"
 #include "problem/problem.h"
@@ -15,12 +16,13 @@ struct ForwardCall {
   problem::Problem problem;
   common::Modifiers modifiers;
   int load_bytes, store_bytes;  // alignment of rows read: 16, 8, or an element beyond 16 bits; of rows written: any
-  int planes, row_tiles;        // common/locate.cuh: heads of all sequences or of one, and tiles of rows of each
+  common::Sections sections;    // of planes (common/locate.cuh); a slot is a part of a tile of rows
+  int row_tiles;                // of a plane
   int splits;                   // parts of the keys
-  int section;                  // planes per section
-  float* part_out;              // [splits, part_count, value_dim], if splits > 1
-  float* part_lse;              // [splits, part_count]
-  int64_t part_count;           // rows of all heads
+  common::Divisor by_splits, by_heads, by_group;  // group: query heads per kv head
+  float* part_out;                                // [splits, part_count, value_dim], if splits > 1
+  float* part_lse;                                // [splits, part_count]
+  int64_t part_count;                             // rows of all heads
 };
 
 // kRows query rows of one head and one part of the keys they see, in tiles of kKeys, walked from the last to the first.
@@ -36,14 +38,12 @@ struct Block {
 
   explicit __device__ __forceinline__ Block(const ForwardCall& call) {
     const problem::Problem& p = call.problem;
-    const unsigned section = call.section, per_section = section * call.row_tiles * call.splits;
-    const unsigned index = blockIdx.x / per_section, rest = blockIdx.x - index * per_section;
-    const unsigned planes_here = min(section, call.planes - index * section);
-    const unsigned part = rest / planes_here, plane = index * section + rest % planes_here;
-    split = part % call.splits;
-    int64_t tile = call.row_tiles - 1 - static_cast<int>(part / call.splits);
-    int64_t sequence_index = p.cu_seqlens_q != nullptr ? 0 : plane / static_cast<unsigned>(p.heads);
-    head = plane - static_cast<unsigned>(sequence_index) * static_cast<unsigned>(p.heads);
+    const common::Sections::Place at = call.sections.find(blockIdx.x);
+    uint32_t part, plane_head;
+    int64_t tile = call.row_tiles - 1 - static_cast<int>(call.by_splits.divide(at.slot, &part));
+    int64_t sequence_index = call.by_heads.divide(at.plane, &plane_head);  // packed: 0 so far
+    split = static_cast<int>(part);
+    head = static_cast<int>(plane_head);
     tile = common::find_piece(p.cu_seqlens_q, p.batch, kRows, tile, &sequence_index);
     batch = static_cast<int>(sequence_index);
     row = tile * kRows;
@@ -64,6 +64,14 @@ struct Block {
     }
   }
 
+  // A copy in shared memory, complete after the next barrier: the registers that all this would take are needed by the loop.
+  __device__ __forceinline__ const Block& shared_at(uint8_t* place) const {
+    static_assert(sizeof(Block) <= cuda::kSharedBlockBytes);
+    Block& copy = *reinterpret_cast<Block*>(place);
+    if (threadIdx.x == 0) copy = *this;
+    return copy;
+  }
+
   __device__ __forceinline__ bool full(int tile) const { return tile >= full_first && tile < full_end; }
   // The first FULL tile that the walk meets.
   __device__ __forceinline__ int first_full() const { return min(full_end - 1, last); }
@@ -75,18 +83,18 @@ template <class Loader, class Layout, int kKeys, bool kPlain>
 class Stream {
  public:
   // dim: elements of a row; width: alignment of rows in bytes.
-  __device__ __forceinline__ Stream(const problem::Array& array, const problem::Sequence& sequence, int64_t kv_head,
-                                    int64_t dim, int width)
-      : base_(static_cast<const char*>(array.data) +
-              problem::offset(array, sequence.batch, kv_head, sequence.key) * Layout::kElementBytes),
-        stride_(array.row * Layout::kElementBytes),
-        row_bytes_(static_cast<int>(dim) * Layout::kElementBytes),
-        width_(width) {}
+  __device__ __forceinline__ Stream(const problem::Array& array, int64_t dim, int width)
+      : stride_(array.row * Layout::kElementBytes), row_bytes_(static_cast<int>(dim) * Layout::kElementBytes), width_(width) {}
 
-  // The block's last tile to shared memory at `to`; keys: length of the sequence.
-  __device__ __forceinline__ void fetch_last(int tile, int64_t keys, uint32_t to) {
-    const int64_t key = int64_t{tile} * kKeys;
-    const int rows = static_cast<int>(min(keys - key, int64_t{kKeys}));
+  // The block's last tile to shared memory at `to`.
+  template <class Rows>
+  __device__ __forceinline__ void fetch_last(const ForwardCall& call, const problem::Array& array, const Rows& block,
+                                             uint32_t to) {
+    const problem::Sequence& sequence = block.sequence;
+    base_ = static_cast<const char*>(array.data) +
+            problem::offset(array, sequence.batch, call.by_group.divide(block.head), sequence.key) * Layout::kElementBytes;
+    const int64_t key = int64_t{block.last} * kKeys;
+    const int rows = static_cast<int>(min(sequence.keys - key, int64_t{kKeys}));
     if (wide()) {
       Loader::load(to, base_ + key * stride_, stride_, rows, row_bytes_);
       next_ = base_ + (key - kKeys + Loader::row()) * stride_ + Loader::chunk() * 16;
@@ -111,7 +119,7 @@ class Stream {
  private:
   __device__ __forceinline__ bool wide() const { return kPlain || width_ == 16; }
 
-  const char* base_;
+  const char* base_ = nullptr;
   int64_t stride_;
   int row_bytes_, width_;
   const char* next_ = nullptr;

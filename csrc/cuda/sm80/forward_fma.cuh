@@ -48,7 +48,7 @@ struct ForwardFma {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (warp >= block.rows) return;
     const problem::Sequence& sequence = block.sequence;
-    const int64_t row = block.row + warp, kv_head = problem::kv_head(p, block.head);
+    const int64_t row = block.row + warp, kv_head = call.by_group.divide(block.head);
     const T* query =
         static_cast<const T*>(p.query.data) + problem::offset(p.query, sequence.batch, block.head, sequence.row + row);
     for (int d = lane; d < p.head_dim; d += 32) sQuery[warp][d] = query[d];

@@ -136,8 +136,8 @@ struct ForwardTf32 {
     const common::Place at(block.row, first_key, first_row, 0, lane);
     float log2_scale = call.modifiers.scale * common::kLog2e;
     if (call.modifiers.flags & common::kChangesScore)
-      log2_scale = common::modify<false, float>(rScore, p, call.modifiers, block.sequence.batch, block.head,
-                                                block.sequence.rows, block.interval, at);
+      log2_scale = common::modify<float>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
+                                         block.interval, at);
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     rows.fold_max(rScore, log2_scale, rOut);
     rows.exponentiate(rScore, log2_scale);
@@ -191,9 +191,7 @@ struct ForwardTf32 {
     if (block.rows <= 0) return;
     const problem::Dropout dropout =
         call.modifiers.flags & common::kDropout ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};
-    const int64_t kv_head = problem::kv_head(p, block.head);
-    KeyStream keys(p.key, block.sequence, kv_head, p.head_dim, call.load_bytes);
-    KeyStream values(p.value, block.sequence, kv_head, p.value_dim, call.load_bytes);
+    KeyStream keys(p.key, p.head_dim, call.load_bytes), values(p.value, p.value_dim, call.load_bytes);
     load_query<QueryLoader, Layout>(call, block, sQuery, call.load_bytes == 16);
     keys.clear(sKey, kStages);
     values.clear(sValue, kStages);
@@ -204,8 +202,8 @@ struct ForwardTf32 {
     tile::clear(state.rOut);
     state.rows.reset();
     if (block.first <= block.last) {
-      keys.fetch_last(block.last, block.sequence.keys, sKey);
-      values.fetch_last(block.last, block.sequence.keys, sValue);
+      keys.fetch_last(call, p.key, block, sKey);
+      values.fetch_last(call, p.value, block, sValue);
     }
     ptx::commit_copies();
     int stage = 0;

@@ -60,6 +60,9 @@ struct ForwardWide {
   // This warp's columns: the n-th block of 16 is step own_step(n), plus share * kPanelSteps, of the row's blocks of 16.
   static __device__ __forceinline__ constexpr int own_step(int n) { return n / kPanelSteps * 4 + n % kPanelSteps; }
 
+  // The chunk of column block j of rOut, from the warp's first.
+  static __device__ __forceinline__ constexpr int own_chunk(int j) { return own_step(j / 2) * 2 + j % 2; }
+
   __device__ __forceinline__ int row_of(int i, int half) const { return first_row + i * 16 + half * 8 + tile::lane_line(lane); }
 
   // rScore [rows, own keys] = Q K^T.
@@ -113,16 +116,20 @@ struct ForwardWide {
       }
   }
 
+  __device__ __forceinline__ common::Place place(int64_t first_key) const {
+    return common::Place(block.row, first_key, first_row, share * kOwnKeys, lane);
+  }
+
   // Own scores of a tile to probabilities, with every feature.
   __device__ __forceinline__ void exact(float (&rScore)[kBlocks][kOwnKeys / 8][4], int64_t first_key, bool partial,
                                         const problem::Dropout& dropout) {
     const problem::Problem& p = call.problem;
-    const common::Place at(block.row, first_key, first_row, share * kOwnKeys, lane);
+    const common::Place at = place(first_key);
     float log2_scale = call.modifiers.scale * common::kLog2e;
     if constexpr (!kPlain)
       if (call.modifiers.flags & common::kChangesScore)
-        log2_scale = common::modify<false, T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                              block.interval, at);
+        log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
+                                       block.interval, at);
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     fold_max(rScore, log2_scale);
     rows.exponentiate(rScore, log2_scale);
@@ -144,14 +151,8 @@ struct ForwardWide {
 
   // Own probabilities to where the group's warps read them.
   __device__ __forceinline__ void share_probabilities(const float (&rProbability)[kBlocks][kOwnKeys / 8][4]) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int j = 0; j < kOwnKeys / 8; ++j)
-          tile::store_pair<T, ScoreLayout>(sProbability, row_of(i, half), share * (kOwnKeys / 8) + j, lane,
-                                           rProbability[i][j][2 * half], rProbability[i][j][2 * half + 1]);
+    tile::store_accumulator<T, ScoreLayout>(ScoreLayout::address(sProbability, row_of(0, 0), share * (kOwnKeys / 8)),
+                                            rProbability, lane, [](int j) { return j; });
   }
 
   // Adds the sums of the group's warps up. Called by the whole block.
@@ -183,25 +184,32 @@ struct ForwardWide {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(i, half);
-        const float factor = common::finish_row(out, row, rows.max[i][half], rows.sum[i][half], share == 0 && lane % 4 == 0);
-#pragma unroll
-        for (int j = 0; j < kOwnDim / 8; ++j) {
-          const int chunk = (own_step(j / 2) + share * kPanelSteps) * 2 + j % 2;
-          const float low = rOut[i][j][2 * half] * factor, high = rOut[i][j][2 * half + 1] * factor;
-          if (out.part != nullptr) {
-            common::store_part(out, row, chunk * 8 + tile::lane_column(lane), low, high);
-          } else {
-            tile::store_pair<T, Layout>(sQuery, row, chunk, lane, low, high);
-          }
-        }
+        tile::scale_line(rOut, i, half,
+                         common::finish_row(out, row, rows.max[i][half], rows.sum[i][half], share == 0 && lane % 4 == 0));
       }
-    if (out.part != nullptr) return;
+    if (out.part != nullptr) {
+      store_part(out);
+      return;
+    }
+    tile::store_accumulator<T, Layout>(Layout::address(sQuery, row_of(0, 0), share * kPanelSteps * 2), rOut, lane, own_chunk);
     __syncthreads();
     const problem::Array& array = call.problem.out;
     T* to =
         static_cast<T*>(array.data) + problem::offset(array, block.sequence.batch, block.head, block.sequence.row + block.row);
     tile::store_rows<Layout, kRows, kThreads>(reinterpret_cast<char*>(to), array.row * 2, sQuery, 0, block.rows,
                                               out.value_dim * 2, kPlain ? 16 : call.store_bytes, threadIdx.x);
+  }
+
+  // By itself, so that its tests do not stand between the stores of the common case.
+  __device__ __forceinline__ void store_part(const common::RowsOut<float>& out) const {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < kOwnDim / 8; ++j)
+          common::store_part(out, row_of(i, half), (share * kPanelSteps * 2 + own_chunk(j)) * 8 + tile::lane_column(lane),
+                             rOut[i][j][2 * half], rOut[i][j][2 * half + 1]);
   }
 
   static __device__ __forceinline__ void run(const ForwardCall& call) {
@@ -214,28 +222,30 @@ struct ForwardWide {
     const problem::Problem& p = call.problem;
     const Rows block(call);
     if (block.rows <= 0) return;
+    const Rows& kept = block.shared_at(reinterpret_cast<uint8_t*>(sExchange + kSharing * kRows));
     const problem::Dropout dropout =
         !kPlain && call.modifiers.flags & common::kDropout ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};
-    const int64_t kv_head = problem::kv_head(p, block.head);
-    KeyStream keys(p.key, block.sequence, kv_head, p.head_dim, call.load_bytes);
-    KeyStream values(p.value, block.sequence, kv_head, p.value_dim, call.load_bytes);
     load_query<QueryLoader, Layout>(call, block, sQuery, kPlain || call.load_bytes == 16);
+    KeyStream keys(p.key, p.head_dim, call.load_bytes), values(p.value, p.value_dim, call.load_bytes);
     keys.clear(sKey, 1);
     values.clear(sValue, 1);
     const uint32_t key_lane = Layout::address(sKey, KeyLoader::row(), KeyLoader::chunk());
     const uint32_t value_lane = key_lane + Layout::bytes(kKeys);
 
-    ForwardWide state(call, block, sQuery, sKey, sValue, sProbability, sExchange);
+    ForwardWide state(call, kept, sQuery, sKey, sValue, sProbability, sExchange);
+    const auto start = [&](const Rows& from) {
+      if (from.first <= from.last) {
+        keys.fetch_last(call, p.key, from, sKey);
+        ptx::commit_copies();
+        values.fetch_last(call, p.value, from, sValue);
+      }
+      ptx::commit_copies();
+    };
+    start(block);
     bool exact_only = !kPlain;
     for (;;) {
       tile::clear(state.rOut);
       state.rows.reset();
-      if (block.first <= block.last) {
-        keys.fetch_last(block.last, block.sequence.keys, sKey);
-        ptx::commit_copies();
-        values.fetch_last(block.last, block.sequence.keys, sValue);
-      }
-      ptx::commit_copies();
 #pragma unroll 1
       for (int tile = block.last; tile >= block.first; --tile) {
         if (tile == block.last) {  // its V is under way already
@@ -267,6 +277,7 @@ struct ForwardWide {
       const bool bad = state.close();
       if (exact_only || !__syncthreads_or(bad)) break;
       exact_only = true;
+      start(kept);
     }
     state.store(sQuery);
   }

@@ -33,8 +33,10 @@ struct Loader {
     const char* source = from + row() * stride + chunk() * 16;
     const int64_t step = stride * kStep;
     const bool active = chunk() * 16 < row_bytes;
-    if (Layout::kChunks == kLanes || chunk() < Layout::kChunks) {
-#pragma unroll
+    if (rows >= kRows && active) {
+      load_inside(Layout::address(tile, row(), chunk()), source, stride, true);
+    } else if (Layout::kChunks == kLanes || chunk() < Layout::kChunks) {
+#pragma unroll 1
       for (int i = 0; i < kPasses; ++i, source += step) {
         const bool inside = active && row() + i * kStep < rows;
         ptx::copy_16(Layout::address(tile, row() + i * kStep, chunk()), inside ? source : from, inside ? 16 : 0);

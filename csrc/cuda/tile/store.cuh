@@ -12,6 +12,22 @@ __device__ __forceinline__ void store_pair(uint32_t tile, int row, int chunk, in
   ptx::store_shared(Layout::address(tile, row, chunk) + (lane & 3) * 4, ptx::pack(low, high, T()));
 }
 
+// An accumulator, rounded to T. line: address of chunk 0 of this lane's first line, or of a later one; chunk(j): how much further column
+// block j lies, without bits that the index of that chunk has.
+template <class T, class Layout, int kI, int kJ, class Chunk>
+__device__ __forceinline__ void store_accumulator(uint32_t line, const float (&r)[kI][kJ][4], int lane, Chunk chunk) {
+#pragma unroll
+  for (int j = 0; j < kJ; ++j) {
+    const uint32_t to = Layout::chunks(line, chunk(j)) + (lane & 3) * 4;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        ptx::store_shared(to + (i * 16 + half * 8) * Layout::kRowBytes,
+                          ptx::pack(r[i][j][2 * half], r[i][j][2 * half + 1], T()));
+  }
+}
+
 // Rows [0, rows) and row_bytes of a shared tile of 16-bit elements to global memory, by kThreads threads of which this is `thread`.
 // first: first row in the shared tile, which holds kRows from there; stride: bytes. width: alignment of the destination, 16 or less.
 template <class Layout, int kRows, int kThreads>
