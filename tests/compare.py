@@ -192,9 +192,10 @@ def assert_same(ours: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 def delta_error(truth: dict[str, Tensor], grad_out: Tensor, dtype: torch.dtype) -> Tensor:
-    """[batch, heads, rows]: what backward's delta = rowsum(dO * O) may be off by, since it sees O rounded to its dtype, where plain
-    attention has the probabilities. It shifts all dS of a row together, so it shows where they nearly cancel."""
-    return (grad_out.double() * truth["out"].double()).abs().sum(-1) * (torch.finfo(dtype).eps / 2)
+    """[batch, heads, rows]: how far backward's delta = rowsum(dO * O) lies off, since it sees O rounded to its dtype, where plain
+    attention has the probabilities. It shifts all dS of a row together, so it shows where they nearly cancel. The roundings of a row
+    are independent, each of up to eps / 2 and of eps / 2 / sqrt(3) in the mean: three times this is five deviations."""
+    return (grad_out.double() * truth["out"].double()).pow(2).sum(-1).sqrt() * (torch.finfo(dtype).eps / 2)
 
 
 def compare(
@@ -239,6 +240,6 @@ def check(case: Case, inputs: Inputs, *, gradients: bool, grad_lse: bool = False
     if "dmask" in ours and dtype.itemsize == 2 and inputs.mask is not None and inputs.mask.size(2) == 1:
         rows = delta_error(truth, inputs.grad_out, dtype)  # independent from row to row: they add up as a random walk
         reduced = [dim for dim in range(3) if inputs.mask.size(dim) == 1]
-        slack["dmask"] = 2 * rows.pow(2).sum(reduced).sqrt().max().item()
+        slack["dmask"] = 3 * rows.pow(2).sum(reduced).sqrt().max().item()
     compare(ours, truth, plain, single, dtype, slack)
     return ours

@@ -41,15 +41,13 @@ def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def assert_same_or_rounding(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    """Alignment may choose another CUDA kernel, which rounds in another order; on the CPU nothing may change."""
-    if ours["out"].device.type == "cpu":
+    """Alignment may choose another CUDA kernel for 16-bit types, which rounds P in another scale; else nothing may change."""
+    if ours["out"].device.type == "cpu" or ours["out"].dtype == torch.float32:
         return assert_same(ours, expected, what)
     for name, tensor in ours.items():
         scale = expected[name].abs().max().item() * torch.finfo(tensor.dtype).eps  # one unit in the last place of the largest
         error = (tensor.double() - expected[name].double()).abs().max().item()
-        assert error <= (2 if tensor.dtype != torch.float32 else 16) * scale, (
-            f"{what} {name}: {error:.3e} apart, ulp {scale:.3e}"
-        )
+        assert error <= 2 * scale, f"{what} {name}: {error:.3e} apart, ulp {scale:.3e}"
 
 
 UNALIGNED = ("odd-row-stride", "odd-address")

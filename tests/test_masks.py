@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import reference
-from compare import assert_same, poisoned
+from cases import Case, make_inputs
+from compare import assert_same, check, poisoned
 
 BATCH, HEADS, ROWS, KEYS, HEAD_DIM = 3, 4, 21, 37, 16
 SHAPES = [
@@ -163,6 +164,13 @@ def test_gradient_of_a_mask_with_infinities(device: str):
     for mine, theirs in zip(gradients, true, strict=True):
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-5)
     assert not gradients[3][..., 5:9].any() and not gradients[3][1, 0, 2].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 300])
+def test_gradient_of_a_mask_beside_wide_heads(head_dim: int, device: str):
+    """fp32: a score is a long sum; what it is off by reaches the gradient of the mask as it is."""
+    case = Case("", batch=2, heads=4, kv_heads=2, rows=77, keys=133, head_dim=head_dim, mask="float:1HLS")
+    check(case, make_inputs(case, torch.float32, device), gradients=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

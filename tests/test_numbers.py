@@ -146,7 +146,7 @@ def test_padded_keys_do_not_reach_the_gradient(rows: int, device: str):
         with poisoned(device):
             ours = run(forward, torch.bfloat16, attn_mask, window_right=right)
         # Keys of size 960 weigh the part of delta's error that all keys of a row share.
-        shared = delta_error(truth, grad, torch.bfloat16).max().item() * key.abs().max().item() / math.sqrt(64)
+        shared = 3 * delta_error(truth, grad, torch.bfloat16).max().item() * key.abs().max().item() / math.sqrt(64)
         single = run(reference.attention, torch.float32, **options)["lse"]
         compare(ours, truth, plain, single, torch.bfloat16, {"dquery": shared})
 

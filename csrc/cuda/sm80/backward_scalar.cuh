@@ -170,6 +170,8 @@ class ScalarGradients {
       load_slice<false>(kRow, p_.query, first_row, p_.head_dim, depth);
       load_slice<false>(kRow + 1, call_.gradients.dout, first_row, p_.value_dim, depth);
       __syncthreads();
+      // A sum of its own for each slice: one chain over all head dims would lose more than fp32 attention does elsewhere.
+      Real rSlice[2][kPer][kPer] = {};
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         Real rLine[2][kPer], rColumn[2][kPer];
@@ -184,10 +186,17 @@ class ScalarGradients {
         for (int i = 0; i < kPer; ++i)
 #pragma unroll
           for (int j = 0; j < kPer; ++j) {
-            rScore_[i][j] += rLine[0][i] * rColumn[0][j];
-            rGradient_[i][j] += rLine[1][i] * rColumn[1][j];
+            rSlice[0][i][j] += rLine[0][i] * rColumn[0][j];
+            rSlice[1][i][j] += rLine[1][i] * rColumn[1][j];
           }
       }
+#pragma unroll
+      for (int i = 0; i < kPer; ++i)
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) {
+          rScore_[i][j] += rSlice[0][i][j];
+          rGradient_[i][j] += rSlice[1][i][j];
+        }
     }
   }
 
