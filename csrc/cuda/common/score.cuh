@@ -111,9 +111,15 @@ __device__ __forceinline__ void add_modifiers(float (&s)[kI][kJ][4], const probl
 // Both steps of forward. Returns log2 units per unit of the scores that leave.
 template <class T, int kI, int kJ>
 __device__ __forceinline__ float modify(float (&s)[kI][kJ][4], const problem::Problem& p, const Modifiers& m, int64_t batch,
-                                        int64_t head, int64_t rows, const problem::Interval& interval, const Place& at) {
+                                        int64_t head, int64_t rows, const problem::Interval& interval, const Place& at,
+                                        const MaskAhead<T, kI, kJ>& ahead) {
   const float log2_scale = cap<T>(s, m);
-  add_modifiers<false, T>(s, p, m, batch, head, rows, interval, at, log2_scale);
+  if (ahead.here()) {
+    if (m.flags & kAlibi) add_alibi<false>(s, alibi_slope(p, batch, head) * (kLog2e / log2_scale), interval.diagonal, at);
+    ahead.add(s, kLog2e / log2_scale);
+  } else {
+    add_modifiers<false, T>(s, p, m, batch, head, rows, interval, at, log2_scale);
+  }
   return log2_scale;
 }
 

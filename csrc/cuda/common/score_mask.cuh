@@ -174,4 +174,48 @@ __device__ __forceinline__ void add_mask(float (&s)[kI][kJ][4], const problem::M
       for (int e = 0; e < 4; ++e) s[i][j][e] = masked_score(s[i][j][e], v[i][j][e], unit);
 }
 
+// A mask of the query's 16-bit type, dense along the keys, read before the product that it is added to: the reads travel under it.
+template <class T, int kI, int kJ>
+class MaskAhead {
+ public:
+  // Reads where the mask is of that kind.
+  __device__ __forceinline__ void read(const problem::Problem& p, const Modifiers& m, int64_t batch, int64_t head, int64_t rows,
+                                       int64_t keys, const Place& at) {
+    if (!kServes || !(m.flags & kFloatMask) || p.mask.dtype != p.dtype) return;
+    const MaskPlace place = mask_place<false, kJ>(p.mask, batch, head, rows, keys, at);
+    const T* corner = static_cast<const T*>(p.mask.data) + place.corner;
+    here_ = pairs_up(place, corner);
+    if (!here_) return;
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const T* line = corner + min(at.line + i * 16 + half * 8, place.last_line) * place.line_stride + at.column;
+#pragma unroll
+        for (int j = 0; j < kJ; ++j) words_[i][j][half] = __ldg(reinterpret_cast<const uint32_t*>(line + j * 8));
+      }
+  }
+
+  __device__ __forceinline__ bool here() const { return kServes && here_; }
+
+  __device__ __forceinline__ void add(float (&s)[kI][kJ][4], float unit) const {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Pair<T> pair;
+          memcpy(&pair, &words_[i][j][half], sizeof pair);
+          s[i][j][2 * half] = masked_score(s[i][j][2 * half], addend(pair.low), unit);
+          s[i][j][2 * half + 1] = masked_score(s[i][j][2 * half + 1], addend(pair.high), unit);
+        }
+  }
+
+ private:
+  static constexpr bool kServes = sizeof(T) == 2;
+  bool here_ = false;
+  uint32_t words_[kServes ? kI : 1][kServes ? kJ : 1][2];
+};
+
 }  // namespace flash::common

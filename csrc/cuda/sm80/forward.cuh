@@ -40,6 +40,7 @@ struct Forward {
   const uint32_t query, key, value;  // lane addresses in Q, in the first stage of K and of V
   float rOut[kBlocks][kDim / 8][4];  // [rows, value_dim], not normalised
   common::RowState<kBlocks> rows;
+  common::MaskAhead<T, kBlocks, kExact / 8> mask;
 
   __device__ __forceinline__ Forward(const ForwardCall& call, const Rows& block, uint32_t sQuery, uint32_t sKey,
                                      uint32_t sValue)
@@ -91,8 +92,14 @@ struct Forward {
       }
   }
 
-  // One tile with every feature.
-  __device__ __forceinline__ void exact(uint32_t key_tile, uint32_t value_tile, int64_t first_key, bool partial,
+  // Of the pass of exact() that starts at `key`.
+  __device__ __forceinline__ void read_mask(int64_t key) {
+    mask.read(call.problem, call.modifiers, block.sequence.batch, block.head, block.sequence.rows, block.interval.keys,
+              common::Place(block.row, key, first_row, 0, lane));
+  }
+
+  // One tile with every feature. more: another one follows.
+  __device__ __forceinline__ void exact(uint32_t key_tile, uint32_t value_tile, int64_t first_key, bool partial, bool more,
                                         const problem::Dropout& dropout) {
     const problem::Problem& p = call.problem;
 #pragma unroll 1
@@ -104,7 +111,11 @@ struct Forward {
       if constexpr (!kPlain)
         if (call.modifiers.flags & common::kChangesScore)
           log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                         block.interval, at);
+                                         block.interval, at, mask);
+      if constexpr (!kPlain) {  // of the next pass: travels under the rest of this one
+        const bool inside = first + kExact < kKeys;
+        if (inside || more) read_mask(inside ? first_key + first + kExact : first_key - kKeys);
+      }
       if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
       rows.fold_max(rScore, log2_scale, rOut);
       rows.exponentiate(rScore, log2_scale);
@@ -245,6 +256,11 @@ struct Forward {
     for (;;) {
       tile::clear(state.rOut);
       state.rows.reset();
+      if constexpr (!kPlain)
+        if (block.first <= block.last) {
+          __syncthreads();  // `kept` is complete
+          state.read_mask(int64_t{block.last} * kKeys);
+        }
       int stage = 0;
 #pragma unroll 1
       for (int tile = block.last; tile >= block.first; --tile) {
@@ -259,7 +275,7 @@ struct Forward {
         const uint32_t key_tile = state.key + stage * kTileBytes, value_tile = state.value + stage * kTileBytes;
         const bool full = block.full(tile);
         if (exact_only || !full || tile == block.first_full()) {
-          state.exact(key_tile, value_tile, int64_t{tile} * kKeys, !full, dropout);
+          state.exact(key_tile, value_tile, int64_t{tile} * kKeys, !full, tile > block.first, dropout);
         } else if constexpr (kPlain && kTile.body == cuda::Body::kWoven) {
           state.woven(key_tile, value_tile, log2_scale);
         } else if constexpr (kPlain) {

@@ -137,7 +137,7 @@ struct ForwardTf32 {
     float log2_scale = call.modifiers.scale * common::kLog2e;
     if (call.modifiers.flags & common::kChangesScore)
       log2_scale = common::modify<float>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                         block.interval, at);
+                                         block.interval, at, common::MaskAhead<float, kBlocks, kKeys / 8>());
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     rows.fold_max(rScore, log2_scale, rOut);
     rows.exponentiate(rScore, log2_scale);

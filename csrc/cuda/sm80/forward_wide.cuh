@@ -116,20 +116,22 @@ struct ForwardWide {
       }
   }
 
+  using Mask = common::MaskAhead<T, kBlocks, kOwnKeys / 8>;
+
   __device__ __forceinline__ common::Place place(int64_t first_key) const {
     return common::Place(block.row, first_key, first_row, share * kOwnKeys, lane);
   }
 
   // Own scores of a tile to probabilities, with every feature.
   __device__ __forceinline__ void exact(float (&rScore)[kBlocks][kOwnKeys / 8][4], int64_t first_key, bool partial,
-                                        const problem::Dropout& dropout) {
+                                        const problem::Dropout& dropout, const Mask& mask) {
     const problem::Problem& p = call.problem;
     const common::Place at = place(first_key);
     float log2_scale = call.modifiers.scale * common::kLog2e;
     if constexpr (!kPlain)
       if (call.modifiers.flags & common::kChangesScore)
         log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                       block.interval, at);
+                                       block.interval, at, mask);
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     fold_max(rScore, log2_scale);
     rows.exponentiate(rScore, log2_scale);
@@ -242,6 +244,15 @@ struct ForwardWide {
       ptx::commit_copies();
     };
     start(block);
+    Mask mask;
+    const auto read_mask = [&](int tile) {
+      mask.read(p, call.modifiers, kept.sequence.batch, kept.head, kept.sequence.rows, kept.interval.keys,
+                state.place(int64_t{tile} * kKeys));
+    };
+    if constexpr (!kPlain) {
+      __syncthreads();  // `kept` is complete
+      if (block.first <= block.last) read_mask(block.last);
+    }
     bool exact_only = !kPlain;
     for (;;) {
       tile::clear(state.rOut);
@@ -261,7 +272,8 @@ struct ForwardWide {
         state.scores(rScore);
         const bool full = block.full(tile);
         if (!kPlain || exact_only || !full || tile == block.first_full()) {
-          state.exact(rScore, int64_t{tile} * kKeys, !full, dropout);
+          state.exact(rScore, int64_t{tile} * kKeys, !full, dropout, mask);
+          if (!kPlain && tile > block.first) read_mask(tile - 1);  // travels under the rest of this tile
         } else {
           state.quick(rScore);
         }
