@@ -1,5 +1,5 @@
-// common/divisor.h: division of block indices by what only the host knows, as a product and a shift. A block starts with several of them,
-// one after the other, before its first load; as divisions they take a tenth of the time of a block with few tiles.
+// common/divisor.h: division of block indices by what only the host knows, as a product and a shift. A block starts with several of
+// them, one after the other, before its first load: 1 % of the time of a block with few tiles.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,8 @@
 
 namespace flash::common {
 
-// Quotients of n < 2^31 by a divisor of up to 2^31; 0 counts as 1. (Granlund & Montgomery 1994: the multiplier is 2^shift / divisor, rounded up).
+// Quotients of n < 2^31 by a divisor of up to 2^31; 0 counts as 1. The multiplier is 2^shift / divisor, rounded up (Granlund &
+// Montgomery 1994).
 class Divisor {
  public:
   Divisor() = default;
