@@ -12,6 +12,7 @@
 #include "cuda/sm80/backward.h"
 #include "cuda/sm80/forward.h"
 #if defined(FLASH_ATTN_EXT_SM90)
+#include "cuda/sm90/backward.h"
 #include "cuda/sm90/forward.h"
 #endif
 
@@ -27,7 +28,8 @@ Error failure(cudaError_t error, const Plan& plan) {
   if (error == cudaSuccess) return nullptr;
   char what[160];
   std::snprintf(what, sizeof what, "flash.attention: the %s kernel for head dims up to %d (%d rows x %d keys, %lld blocks)",
-                plan.family == problem::Family::kSm90     ? "sm90 forward"
+                plan.family == problem::Family::kSm90
+                    ? (plan.direction == Direction::kForward ? "sm90 forward" : "sm90 backward")
                 : plan.family == problem::Family::kDecode ? "decode"
                 : plan.direction == Direction::kForward   ? "sm80 forward"
                                                           : "sm80 backward",
@@ -103,6 +105,9 @@ Error forward(const Problem& problem, const Plan& plan, void* workspace, Stream 
 }
 
 Error backward(const Problem& problem, const Gradients& gradients, const Plan& plan, void* workspace, Stream stream) {
+#if defined(FLASH_ATTN_EXT_SM90)
+  if (plan.family == problem::Family::kSm90) return failure(sm90::backward(problem, gradients, plan, workspace, stream), plan);
+#endif
   return failure(sm80::backward(problem, gradients, plan, workspace, stream), plan);
 }
 

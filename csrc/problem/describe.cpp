@@ -89,7 +89,7 @@ std::string describe_cpu(const Problem& p, const Device& device, const Plan& pla
   return text;
 }
 
-std::string describe_refusal(const Problem& p, const Device& device, const Plan& plan) {
+std::string describe_refusal(const Problem& p, const Gradients* g, const Device& device, const Plan& plan) {
   std::string text;
   if (plan.refused & kRefusedArchitecture)
     line(text, "The GPU has compute capability %d.%d, the kernels need 8.0 (Ampere) or newer: use device='cpu' or another GPU.",
@@ -106,22 +106,29 @@ std::string describe_refusal(const Problem& p, const Device& device, const Plan&
          Long{p.heads}, Long{plan.blocks});
   if (plan.refused & kRefusedForced)
     line(text, "FLASH_ATTN_EXT_KERNEL=sm90 forces the Hopper kernels, which cannot run here: %s. Unset it, or set it to sm80.",
-         device.sm90 && sm90::forward_refusal(p) != nullptr ? sm90::forward_refusal(p)
-                                                            : "they need compute capability 9.0 and a build for it");
+         device.sm90 && sm90::refusal(p, g) != nullptr ? sm90::refusal(p, g)
+                                                       : "they need compute capability 9.0 and a build for it");
   return text;
 }
 
-std::string describe_sm90(const Problem& p, const Device& device, const Plan& plan) {
-  const sm90::ForwardTile& row = sm90::kForwardTiles[plan.variant];
+constexpr char kAlone[] = "dquery is computed by blocks of its own: every run gives the same bits.";
+constexpr char kSummed[] =
+    "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).";
+
+std::string describe_sm90(const Problem& p, const Gradients* g, const Device& device, const Plan& plan) {
   std::string text;
-  line(text, "The forward pass runs the sm90 kernels (TMA, wgmma) in %s: the instance for head dims up to %d%s.", name(p.dtype),
-       plan.head_dim, p.softcap > 0 ? " with softcap" : "");
+  line(text, "The %s pass runs the sm90 kernels (TMA, wgmma) in %s: the instance for head dims up to %d%s.",
+       name(plan.direction), name(p.dtype), plan.head_dim, p.softcap > 0 ? " with softcap" : "");
   line(text, "A tile is %d rows x %d keys (variant %d), %d warpgroups compute.", plan.tile_rows, plan.tile_keys, plan.variant,
-       row.warpgroups);
+       g == nullptr ? sm90::kForwardTiles[plan.variant].warpgroups : 3);
   line(text, "%lld blocks on %d multiprocessors share %lld tiles.", Long{plan.blocks}, device.multiprocessors,
-       Long{sm90::forward_tiles(p, plan.variant)});
+       Long{g == nullptr ? sm90::forward_tiles(p, plan.variant) : sm90::backward_tiles(p, plan.variant)});
   line(text, "The keys are not split.");
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
+  if (g != nullptr && sm90::backward_slab(p, *g) < p.kv_heads)
+    line(text, "The key heads run %lld at a time, so that the fp32 sums of dquery stay small.",
+         Long{sm90::backward_slab(p, *g)});
+  if (g != nullptr && g->dquery.data != nullptr) line(text, "%s", g->deterministic ? kAlone : kSummed);
   return text;
 }
 
@@ -129,8 +136,8 @@ std::string describe_sm90(const Problem& p, const Device& device, const Plan& pl
 
 std::string describe(const Problem& p, const Gradients* g, const Device& device, const Plan& plan) {
   if (plan.family == Family::kCpu) return describe_cpu(p, device, plan);
-  if (plan.family == Family::kNone) return describe_refusal(p, device, plan);
-  if (plan.family == Family::kSm90) return describe_sm90(p, device, plan);
+  if (plan.family == Family::kNone) return describe_refusal(p, g, device, plan);
+  if (plan.family == Family::kSm90) return describe_sm90(p, g, device, plan);
   if (plan.family == Family::kDecode) return describe_decode(as_decode(p), device, plan);
   std::string text;
   line(text, "The %s pass runs the sm80 kernels in %s: the %s instance for %s.", name(plan.direction), name(p.dtype),
@@ -146,13 +153,9 @@ std::string describe(const Problem& p, const Gradients* g, const Device& device,
     line(text, "The keys are not split.");
   }
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
-  if (g != nullptr && g->dquery.data != nullptr)
-    line(text,
-         g->deterministic || plan.head_dim == 0
-             ? "dquery is computed by blocks of its own: every run gives the same bits."
-             : "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).");
+  if (g != nullptr && g->dquery.data != nullptr) line(text, g->deterministic || plan.head_dim == 0 ? kAlone : kSummed);
   describe_widths(text, p, g, plan);
-  if (plan.refused & kRefusedSm90) line(text, "The faster sm90 kernels are not used: %s.", sm90::forward_refusal(p));
+  if (plan.refused & kRefusedSm90) line(text, "The faster sm90 kernels are not used: %s.", sm90::refusal(p, g));
   if (plan.refused & kRefusedSplit) line(text, "The sm90 kernels are not used: they cannot split the keys.");
   return text;
 }

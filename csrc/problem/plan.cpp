@@ -146,6 +146,27 @@ Plan forward_sm90(const Problem& p, const Device& device) {
   return plan;
 }
 
+// The Hopper backward for a call that it takes.
+Plan backward_sm90(const Problem& p, const Gradients& g, const Device& device) {
+  Plan plan;
+  plan.family = Family::kSm90;
+  plan.direction = Direction::kBackward;
+  plan.variant = sm90::backward_variant(p);
+  const sm90::BackwardTile& row = sm90::kBackwardTiles[plan.variant];
+  plan.head_dim = row.bucket;
+  plan.plain = true;
+  plan.tile_rows = row.rows;
+  plan.tile_keys = row.keys;
+  plan.load_bytes = plan.store_bytes = 16;
+  plan.blocks = std::min<int64_t>(sm90::backward_tiles(p, plan.variant), device.multiprocessors);
+  if (g.deterministic && g.dquery.data != nullptr)
+    plan.row_blocks = std::min<int64_t>(sm90::row_gradient_tiles(p), device.multiprocessors);
+  Gradients first = g;
+  const Problem slab = sm90::slab_of(p, &first, 0, sm90::backward_slab(p, g));
+  plan.workspace_bytes = sm90::backward_workspace(slab, first, plan.variant).bytes;
+  return plan;
+}
+
 }  // namespace
 
 Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice choice) {
@@ -156,12 +177,13 @@ Plan plan(const Problem& p, const Gradients* g, const Device& device, Choice cho
     return plan;
   }
   if (g == nullptr && choice == Choice::kAny && decode_takes(p, device)) return plan_decode(as_decode(p), device);
-  if (g != nullptr || (!device.sm90 && choice != Choice::kSm90)) return plan_sm80(p, g, device, plan);  // one family
-  const bool taken = device.sm90 && sm90::forward_refusal(p) == nullptr;
-  if (choice == Choice::kSm90) return taken ? forward_sm90(p, device) : refuse(plan, kRefusedForced);
+  if (!device.sm90 && choice != Choice::kSm90) return plan_sm80(p, g, device, plan);  // one family
+  const bool taken = device.sm90 && sm90::refusal(p, g) == nullptr;
+  const auto fast = [&] { return g == nullptr ? forward_sm90(p, device) : backward_sm90(p, *g, device); };
+  if (choice == Choice::kSm90) return taken ? fast() : refuse(plan, kRefusedForced);
   Plan general = plan_sm80(p, g, device, plan);
   if (choice == Choice::kSm80) return general;
-  if (taken && general.splits == 1) return forward_sm90(p, device);
+  if (taken && general.splits == 1) return fast();
   general.refused |= taken ? kRefusedSplit : kRefusedSm90;
   return general;
 }

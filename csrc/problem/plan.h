@@ -50,6 +50,7 @@ struct Plan {
   uint32_t copies = 0;          // operands that op/ has to copy first, to dense rows of 16-byte multiples, padded with zeros
   int splits = 1;               // parts the keys are cut into; > 1 needs a combine
   int64_t blocks = 0;           // CTAs of the main kernel
+  int64_t row_blocks = 0;       // CTAs of the kernel that computes dQ by itself, where the Hopper backward has one
   int64_t workspace_bytes = 0;  // one allocation, handed to the launch
   int cluster = 1;              // decode: CTAs of a cluster
   int unit = 0;                 // decode: steps of tile_keys in a part, where only the device knows the lengths; 0: equal parts

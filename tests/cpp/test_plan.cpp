@@ -149,6 +149,45 @@ TEST(Plan, BackwardOwnsBlocksOfKeys) {
   EXPECT_LT(plan(p, &g, hopper(), Choice::kAny).workspace_bytes, 16 * 512 * 128 * 4) << "no sums in any order";
 }
 
+TEST(Plan, TheHopperBackwardTakesWhatItCan) {
+  Device device = hopper();
+  device.sm90 = true;
+  const Problem p = problem(DType::kBFloat16, 512, 1024, 128);
+  Gradients g = gradients(p);
+  const Plan found = plan(p, &g, device, Choice::kAny);
+  EXPECT_EQ(found.family, Family::kSm90);
+  EXPECT_EQ(found.direction, Direction::kBackward);
+  EXPECT_EQ(found.blocks, 16 * (1024 / found.tile_keys)) << "fewer tiles than multiprocessors";
+  EXPECT_EQ(found.row_blocks, 0);
+  EXPECT_GE(found.workspace_bytes, 16 * 512 * (128 * 4 + 32)) << "fp32 sums of dQ, statistics";
+  EXPECT_EQ(plan(p, &g, device, Choice::kSm80).family, Family::kSm80);
+
+  g.deterministic = true;
+  const Plan alone = plan(p, &g, device, Choice::kAny);
+  EXPECT_EQ(alone.family, Family::kSm90);
+  EXPECT_EQ(alone.row_blocks, 16 * 512 / 128);
+  EXPECT_LT(alone.workspace_bytes, 16 * 512 * 128 * 4) << "no sums in any order";
+  EXPECT_NE(describe(p, &g, device, alone).find("every run gives the same bits"), std::string::npos);
+
+  const Problem huge = problem(DType::kBFloat16, 1 << 20, 1 << 20, 128);
+  const Gradients slabs = gradients(huge);
+  const Plan parts = plan(huge, &slabs, device, Choice::kAny);
+  EXPECT_LT(parts.workspace_bytes, int64_t{5} << 29) << "sums of 2 GiB and statistics, not 8 GiB";
+  EXPECT_NE(describe(huge, &slabs, device, parts).find("key heads run 2 at a time"), std::string::npos);
+
+  Problem biased = p;
+  const float slopes = 1;
+  biased.alibi_slopes = &slopes;
+  const Plan general = plan(biased, &g, device, Choice::kAny);
+  EXPECT_EQ(general.family, Family::kSm80);
+  EXPECT_NE(describe(biased, &g, device, general).find("they take no alibi_slopes"), std::string::npos);
+
+  Gradients shifted = gradients(p);
+  shifted.dkey.data = reinterpret_cast<void*>(0x7002);
+  EXPECT_EQ(plan(p, &shifted, device, Choice::kAny).family, Family::kSm80);
+  EXPECT_EQ(plan(p, &shifted, device, Choice::kSm90).family, Family::kNone);
+}
+
 TEST(Plan, RefusesInWords) {
   Device old = hopper();
   old.major = 7;

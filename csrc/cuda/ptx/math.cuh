@@ -41,6 +41,14 @@ __device__ __forceinline__ uint32_t pack(float low, float high, __half) {
   return r;
 }
 
+// prmt.b32: byte i of the result is byte number (kSelector >> 4 i) & 7 of `high`:`low`, or with bit 3 its sign in all bits.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "n"(kSelector));
+  return r;
+}
+
 // cvt.rna.tf32.f32: nearest TF32 (10 bits of mantissa), as the bits of a float.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   uint32_t r;

@@ -42,16 +42,31 @@ __device__ __forceinline__ int add_shared(uint32_t address, int value) {
   return before;
 }
 
+// ld.acquire.gpu.global.u32
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
+// add.cc.u32, addc.u32: p + bytes without a wide product, of which a single one delays wgmma by 15 cycles.
+__device__ __forceinline__ float* advance(float* p, uint32_t bytes) {
+  uint64_t sum;
+  asm("{\n.reg .u32 low, high;\nmov.b64 {low, high}, %1;\nadd.cc.u32 low, low, %2;\naddc.u32 high, high, 0;\nmov.b64 %0, {low, "
+      "high};\n}"
+      : "=l"(sum)
+      : "l"(p), "r"(bytes));
+  return reinterpret_cast<float*>(sum);
+}
+
 // red.global.add.f32
 __device__ __forceinline__ void reduce_add(float* p, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // red.global.add.v4.f32 (sm_90): 16-byte aligned.
 __device__ __forceinline__ void reduce_add_4(float* p, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
-#endif
 
 }  // namespace flash::ptx

@@ -25,6 +25,19 @@ __device__ __forceinline__ void load_box(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
+// cp.async.bulk global -> shared: contiguous bytes, a multiple of 16, both ends 16-byte aligned; they count towards `barrier`.
+__device__ __forceinline__ void load_bytes(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// cp.async.bulk shared -> global, in this thread's current bulk group.
+__device__ __forceinline__ void store_bytes(void* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
 // cp.async.bulk.tensor shared -> global, in this thread's current bulk group.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, Box box) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map), "r"(source),
@@ -49,5 +62,8 @@ __device__ __forceinline__ void wait_stores() {
 
 // fence.proxy.async: what this thread wrote to shared memory becomes visible to asynchronous copies.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same for global memory.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace flash::ptx

@@ -22,11 +22,30 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Holds what is written before in registers here: nothing moves past it.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// 0, but ptxas does not know.
+__device__ __forceinline__ uint32_t opaque_zero() {
+  uint32_t zero;
+  asm volatile("mov.b32 %0, 0;" : "=r"(zero));
+  return zero;
+}
+
 // Shared-memory matrix descriptor with 128-byte swizzle; distances in bytes. K-major: `leading` is not used, `stride` is from one
 // group of 8 rows to the next. N-major: `leading` is from one panel of 64 columns to the next, `stride` as before.
 __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t leading, uint32_t stride) {
   return (uint64_t{1} << 62) | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) |
          uint64_t{(address & 0x3FFFF) >> 4};
+}
+
+// The same without swizzle, K-major: groups of 8 rows x 16 bytes, `leading` from one to the next along K, `stride` along the rows.
+__device__ __forceinline__ uint64_t describe_groups(uint32_t address, uint32_t leading, uint32_t stride) {
+  return describe_matrix(address, leading, stride) & ~(uint64_t{3} << 62);
 }
 
 // clang-format off
@@ -54,9 +73,9 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address, uint32_t l
 #define FLASH_ACCUMULATORS_128 FLASH_D32(0), FLASH_D32(32), FLASH_D32(64), FLASH_D32(96)
 
 // r: accumulators per thread, N = 2 r; a, b, p, ...: numbers of the operands behind them.
-#define FLASH_BOTH_SHARED(type, n, r, a_, b_, p_)                                                                             \
+#define FLASH_BOTH_SHARED(type, t, n, r, a_, b_, p_)                                                                             \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
-               " {" FLASH_NAMES_##r "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}"                                                \
+               " {" FLASH_NAMES_##r "}, %" #a_ ", %" #b_ ", p, 1, 1, " t ", " t ";\n}"                                                \
                : FLASH_ACCUMULATORS_##r                                                                                       \
                : "l"(a), "l"(b), "n"(kAccumulate))
 #define FLASH_A_IN_REGISTERS(type, n, r, a0_, a1_, a2_, a3_, b_, p_)                                                          \
@@ -72,11 +91,21 @@ template <class T, int kAccumulate, int kRegisters>
 __device__ __forceinline__ void multiply_async(float (&d)[kRegisters], uint64_t a, uint64_t b) {
   static_assert(kRegisters == 32 || kRegisters == 64, "spell the operands of this width out below");
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if constexpr (kRegisters == 32) FLASH_BOTH_SHARED("bf16", 64, 32, 32, 33, 34);
-    if constexpr (kRegisters == 64) FLASH_BOTH_SHARED("bf16", 128, 64, 64, 65, 66);
+    if constexpr (kRegisters == 32) FLASH_BOTH_SHARED("bf16", "0", 64, 32, 32, 33, 34);
+    if constexpr (kRegisters == 64) FLASH_BOTH_SHARED("bf16", "0", 128, 64, 64, 65, 66);
   } else {
-    if constexpr (kRegisters == 32) FLASH_BOTH_SHARED("f16", 64, 32, 32, 33, 34);
-    if constexpr (kRegisters == 64) FLASH_BOTH_SHARED("f16", 128, 64, 64, 65, 66);
+    if constexpr (kRegisters == 32) FLASH_BOTH_SHARED("f16", "0", 64, 32, 32, 33, 34);
+    if constexpr (kRegisters == 64) FLASH_BOTH_SHARED("f16", "0", 128, 64, 64, 65, 66);
+  }
+}
+
+// Both operands in shared memory, a M-major and b N-major.
+template <class T, int kAccumulate>
+__device__ __forceinline__ void multiply_transposed_async(float (&d)[32], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    FLASH_BOTH_SHARED("bf16", "1", 64, 32, 32, 33, 34);
+  } else {
+    FLASH_BOTH_SHARED("f16", "1", 64, 32, 32, 33, 34);
   }
 }
 

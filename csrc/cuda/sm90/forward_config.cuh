@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/ring.cuh"
 #include "cuda/sm90/tiles.h"
 
 namespace flash::sm90 {
@@ -68,16 +69,6 @@ struct Barriers {
     for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps);
     ptx::init_barrier(drained(), kWarps);
     ptx::fence_barrier_init();
-  }
-};
-
-// A stage of a ring and the parity of its current phase.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
 

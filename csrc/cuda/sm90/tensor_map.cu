@@ -21,12 +21,23 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return found;
 }
 
+// The driver's function needs a context, which a thread has only once a call of the runtime gave it one: cudaSetDevice does.
+cudaError_t bind_context() {
+  thread_local int bound = -1;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess || device == bound) return error;
+  const cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) bound = device;
+  return error;
+}
+
 }  // namespace
 
 cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows,
                    int64_t heads, int64_t batch, bool packed, int box_rows) {
   const auto encode_tiled = encoder();
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
+  if (const cudaError_t error = bind_context(); error != cudaSuccess) return error;
   const int64_t bytes = problem::size_of(dtype), row = array.row * bytes;
   const auto stride = [&](int64_t elements, int64_t count) {
     return static_cast<cuuint64_t>(count > 1 ? elements * bytes : 16);

@@ -2,6 +2,7 @@
 // Plain C++: the plan and the kernels read the same rows.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "problem/problem.h"
 
@@ -72,6 +73,123 @@ inline const char* forward_refusal(const problem::Problem& p) {
 inline int64_t forward_tiles(const problem::Problem& p, int variant) {
   const int64_t rows = rows_of(kForwardTiles[variant]);
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
+}
+
+// A tile is `keys` keys; blocks of `rows` rows are walked.
+struct BackwardTile {
+  int bucket;  // largest head_dim and value_dim; smaller ones are padded by TMA with zeros
+  int rows, keys;
+  int queries;  // buffers of Q
+};
+
+inline constexpr BackwardTile kBackwardTiles[] = {
+    {64, 128, 128, 3},  // 0: 205 KB
+    {128, 64, 128, 3},  // 1: 215 KB; more rows leave no registers for S beside dK and dV
+    {256, 64, 64, 2},   // 2: 227 KB
+    {64, 64, 128, 3},   // 3: with softcap, whose slopes take the registers of the other 64 rows
+};
+inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
+
+// dQ by itself, where it must be deterministic: 128 rows a block, 64 keys a step.
+struct RowGradientTile {
+  int bucket;
+  int keys, values;  // buffers of K and of V
+};
+
+inline constexpr RowGradientTile kRowGradientTiles[] = {
+    {64, 4, 4},   // 0: 96 KB
+    {128, 4, 4},  // 1: 192 KB
+    {256, 2, 1},  // 2: 224 KB
+};
+inline constexpr int kRowGradientRows = 128, kRowGradientKeys = 64;
+
+constexpr int row_gradient_variant(const problem::Problem& p) {
+  const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
+}
+
+// Index into kBackwardTiles for a call that fits, -1 if the head dims do not.
+constexpr int backward_variant(const problem::Problem& p) {
+  const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  return dim <= 64 ? (p.softcap > 0 ? 3 : 0) : dim <= 128 ? 1 : dim <= 256 ? 2 : -1;
+}
+
+// Why a backward call goes to sm80/, as the end of a sentence; null if the Hopper backward takes it.
+inline const char* backward_refusal(const problem::Problem& p, const problem::Gradients& g) {
+  if (const char* refusal = forward_refusal(p); refusal != nullptr) return refusal;
+  if (g.deterministic && p.softcap > 0) return "they have no deterministic gradients with softcap";
+  const auto written = [&](const problem::Array& a, int64_t heads) { return a.data == nullptr || addressable(p, a, heads); };
+  if (!addressable(p, g.dout, p.heads) || !written(g.dquery, p.heads) || !written(g.dkey, p.kv_heads) ||
+      !written(g.dvalue, p.kv_heads))
+    return "they take 16-byte aligned gradients with strides of multiples of 16 bytes and no broadcast dimensions";
+  return nullptr;
+}
+
+// gradients: null for forward.
+inline const char* refusal(const problem::Problem& p, const problem::Gradients* gradients) {
+  return gradients == nullptr ? forward_refusal(p) : backward_refusal(p, *gradients);
+}
+
+// Tiles of keys a launch hands out.
+inline int64_t backward_tiles(const problem::Problem& p, int variant) {
+  const int64_t keys = kBackwardTiles[variant].keys;
+  return p.packed() ? p.kv_heads * (p.total_keys / keys + p.batch) : p.batch * p.kv_heads * ((p.keys + keys - 1) / keys);
+}
+
+// Tiles of rows of the same where dQ is computed by itself.
+inline int64_t row_gradient_tiles(const problem::Problem& p) {
+  constexpr int64_t kRows = kRowGradientRows;
+  return p.packed() ? p.heads * (p.total_rows / kRows + p.batch) : p.batch * p.heads * ((p.rows + kRows - 1) / kRows);
+}
+
+// The workspace of a backward call, bytes: the counters; those of cleared slices; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ, 4 bytes an
+// element, in blocks of 16 rows (common/scratch.h).
+struct BackwardWorkspace {
+  int64_t head_units;   // blocks of statistics from one head to the next
+  int64_t head_blocks;  // the same of sums
+  int64_t cleared_at, statistics_at, dquery_at, bytes;
+};
+
+// Heads run in slabs of so many kv heads, one after the other, that the sums of dQ stay below this: else long sequences would need
+// twice the memory of their dQ once more. A million tokens of 32 heads of 128: 2 GiB instead of 16.
+inline constexpr int64_t kMostSumBytes = int64_t{2} << 30;
+
+inline int64_t backward_slab(const problem::Problem& p, const problem::Gradients& g) {
+  if (g.dquery.data == nullptr || g.deterministic) return p.kv_heads;
+  const int64_t rows = p.packed() ? p.total_rows : p.batch * p.rows;
+  const int64_t fit = kMostSumBytes / (p.heads / p.kv_heads * rows * p.head_dim * 4);
+  return fit < 1 ? 1 : fit < p.kv_heads ? fit : p.kv_heads;
+}
+
+// The kv heads [first, first + count) of a call, as a call.
+inline problem::Problem slab_of(problem::Problem p, problem::Gradients* g, int64_t first, int64_t count) {
+  const int64_t group = p.heads / p.kv_heads, bytes = problem::size_of(p.dtype);
+  const auto advance = [&](problem::Array& a, int64_t heads) {
+    if (a.data != nullptr) a.data = static_cast<char*>(a.data) + heads * a.head * bytes;
+  };
+  for (problem::Array* a : {&p.query, &p.out, &g->dout, &g->dquery}) advance(*a, first * group);
+  for (problem::Array* a : {&p.key, &p.value, &g->dkey, &g->dvalue}) advance(*a, first);
+  const int64_t rows = first * group * p.lse_head;
+  p.lse = static_cast<float*>(p.lse) + rows;
+  if (g->dlse != nullptr) g->dlse = static_cast<const float*>(g->dlse) + rows;
+  g->delta = static_cast<float*>(g->delta) + rows;
+  p.heads = count * group;
+  p.kv_heads = count;
+  return p;
+}
+
+inline BackwardWorkspace backward_workspace(const problem::Problem& p, const problem::Gradients& g, int variant) {
+  const int64_t rows = kBackwardTiles[variant].rows;
+  const auto blocks = [&](int64_t unit) { return p.packed() ? p.total_rows / unit + p.batch : (p.rows + unit - 1) / unit; };
+  const int64_t planes = p.heads * (p.packed() ? 1 : p.batch);
+  BackwardWorkspace w{};
+  w.head_units = blocks(rows);
+  w.head_blocks = blocks(16);
+  w.cleared_at = 256;
+  w.statistics_at = w.cleared_at + (p.packed() ? 0 : (p.batch * p.kv_heads * 4 + 255) / 256 * 256);
+  w.dquery_at = w.statistics_at + planes * w.head_units * rows * 32;
+  w.bytes = w.dquery_at + (g.dquery.data != nullptr && !g.deterministic ? planes * w.head_blocks * 16 * p.head_dim * 4 : 0);
+  return w;
 }
 
 inline constexpr int64_t kForwardWorkspace = 16;  // the counters of ForwardArguments, where the stream has none

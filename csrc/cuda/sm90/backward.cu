@@ -1,0 +1,213 @@
+// sm90/backward.cu: a plan becomes arguments and launches: prepare, main, then convert or dQ by itself. The kernels are in instances/.
+#include <algorithm>
+
+#include "cuda/sm90/backward.h"
+#include "cuda/sm90/backward_launch.cuh"
+#include "cuda/sm90/counters.h"
+#include "cuda/sm90/tensor_map.h"
+
+namespace flash::sm90 {
+namespace {
+
+using problem::Gradients;
+using problem::Problem;
+
+constexpr int64_t kSectionBytes = 40 << 20;  // Q, dO and dQ of the heads that are worked on at the same time stay in L2
+
+int clamp(int64_t end) { return static_cast<int>(std::min<int64_t>(std::max<int64_t>(end, -(1 << 29)), 1 << 29)); }
+
+struct Encoder {
+  const Problem& p;
+  cudaError_t error = cudaSuccess;
+
+  void operator()(CUtensorMap* to, const problem::Array& array, int64_t dim, bool keys, int box) {
+    if (array.data == nullptr || error != cudaSuccess) return;
+    const int64_t lines = keys ? (p.packed() ? p.total_keys : p.keys) : (p.packed() ? p.total_rows : p.rows);
+    error = encode(to, array, p.dtype, dim, lines, keys ? p.kv_heads : p.heads, p.batch, p.packed(), box);
+  }
+};
+
+// The launch of dQ by itself, after that of dK and dV.
+cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, const BackwardArguments& main) {
+  Encoder encode_map{p};
+  encode_map(&a->query, p.query, p.head_dim, false, kRowGradientRows);
+  encode_map(&a->gradient, g.dout, p.value_dim, false, kRowGradientRows);
+  encode_map(&a->key, p.key, p.head_dim, true, kRowGradientKeys);
+  encode_map(&a->value, p.value, p.value_dim, true, kRowGradientKeys);
+  encode_map(&a->out, g.dquery, p.head_dim, false, 16);
+  a->lse = static_cast<float*>(p.lse);
+  a->delta = static_cast<const float*>(g.delta);
+  a->lse_batch = p.lse_batch;
+  a->lse_head = p.lse_head;
+  a->cu_seqlens_q = main.cu_seqlens_q;
+  a->cu_seqlens_k = main.cu_seqlens_k;
+  a->total_rows = main.total_rows;
+  a->total_keys = main.total_keys;
+  a->batch = main.batch;
+  a->heads = Divide(main.heads);
+  a->group = Divide(main.group);
+  a->rows = main.rows;
+  a->keys = main.keys;
+  a->left = main.left;
+  a->right = main.right;
+  a->bottom_right = main.bottom_right;
+  a->scale = main.scale;
+  a->scale_log2 = main.scale_log2;
+  a->tiles = static_cast<int>(row_gradient_tiles(p));
+  const int planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads), row_tiles = a->tiles / planes;
+  a->row_tiles = Divide(row_tiles);
+  a->uneven = !p.packed() && p.right < problem::kOpen;
+  if (a->uneven) {
+    const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
+    const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / plane_bytes, 1, planes));
+    a->full_sections = planes / section;
+    a->section_tiles = Divide(row_tiles * section);
+    a->section = Divide(section);
+    a->last_section = Divide(std::max(planes % section, 1));
+  }
+  a->counter = main.counter;
+  return encode_map.error;
+}
+
+struct Launches {
+  const Problem& p;
+  const Gradients& g;
+  const problem::Plan& plan;
+  const BackwardTile& tile;
+  const BackwardWorkspace places;
+  char* const memory;
+  const int64_t planes;  // (sequence, head) pairs, packed heads
+  const bool capped, by_rows;
+  common::Scratch scratch{};
+  BackwardArguments main{};
+
+  Launches(const Problem& p, const Gradients& g, const problem::Plan& plan, void* workspace)
+      : p(p),
+        g(g),
+        plan(plan),
+        tile(kBackwardTiles[plan.variant]),
+        places(backward_workspace(p, g, plan.variant)),
+        memory(static_cast<char*>(workspace)),
+        planes(p.heads * (p.packed() ? 1 : p.batch)),
+        capped(p.softcap > 0),
+        by_rows(plan.row_blocks > 0) {
+    scratch.head_blocks = places.head_blocks;
+    scratch.batch_blocks = p.packed() ? 1 : p.heads * places.head_blocks;
+    scratch.columns = p.head_dim / 8;
+    if (g.dquery.data != nullptr && !by_rows) scratch.dquery = reinterpret_cast<float*>(memory + places.dquery_at);
+    set_work();
+  }
+
+  // All of the main kernel's arguments but the maps and the counter.
+  void set_work() {
+    main.statistics = reinterpret_cast<const uint4*>(memory + places.statistics_at);
+    main.dquery = scratch.dquery;
+    main.head_units = static_cast<int>(places.head_units);
+    main.head_blocks = static_cast<int>(places.head_blocks);
+    main.column_groups = static_cast<int>(scratch.columns);
+    main.cu_seqlens_q = p.cu_seqlens_q;
+    main.cu_seqlens_k = p.cu_seqlens_k;
+    main.total_rows = static_cast<int>(p.total_rows);
+    main.total_keys = static_cast<int>(p.total_keys);
+    main.heads = static_cast<int>(p.heads);
+    main.kv_heads = static_cast<int>(p.kv_heads);
+    main.batch = static_cast<int>(p.batch);
+    main.group = static_cast<int>(p.heads / p.kv_heads);
+    main.rows = static_cast<int>(p.rows);
+    main.keys = static_cast<int>(p.keys);
+    main.left = clamp(p.left);
+    main.right = clamp(p.right);
+    main.bottom_right = p.bottom_right;
+    main.write_dkey = g.dkey.data != nullptr;
+    main.write_dvalue = g.dvalue.data != nullptr;
+    main.scale = static_cast<float>(p.scale);
+    main.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
+    main.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
+    main.planes = static_cast<int>(p.packed() ? p.kv_heads : p.batch * p.kv_heads);
+    main.tiles = static_cast<int>(backward_tiles(p, plan.variant));
+    main.key_tiles = main.tiles / main.planes;
+    const bool uneven = !p.packed() && p.right < problem::kOpen;
+    const int64_t plane_bytes = main.group * p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
+    const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 2 * plan.blocks / main.key_tiles);
+    main.section = uneven ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes)) : 0;
+    if (scratch.dquery != nullptr && !p.packed()) {  // the main kernel clears the sums
+      main.cleared = reinterpret_cast<unsigned*>(memory + places.cleared_at);
+      main.plane_bytes = main.group * places.head_blocks * scratch.columns * common::kBlockElements * 4;
+      main.slice_bytes = static_cast<int>((main.plane_bytes / 512 + main.key_tiles - 1) / main.key_tiles * 512);
+      main.ahead = static_cast<int>(std::min<int64_t>(std::max(main.section, 1) * main.key_tiles + plan.blocks, main.tiles));
+    }
+  }
+
+  template <class T>
+  cudaError_t prepare(cudaStream_t stream) const {
+    PrepareArguments a{};
+    a.problem = p;
+    a.gradients = g;
+    a.scratch = scratch;
+    a.statistics = reinterpret_cast<uint4*>(memory + places.statistics_at);
+    a.units = static_cast<int>(places.head_units);
+    a.lse_scale = capped ? 1.f : static_cast<float>(1 / (p.scale * problem::Softmax<double>::kLog2e));
+    if (main.cleared != nullptr) {
+      a.scratch.dquery = nullptr;
+      a.cleared = main.cleared;
+      a.counters = main.planes;
+    }
+    return launch_backward_prepare<T>(plan.variant, a, static_cast<unsigned>(planes * places.head_units), stream);
+  }
+
+  template <class T>
+  cudaError_t keys(cudaStream_t stream) {
+    if (!main.write_dkey && !main.write_dvalue && main.dquery == nullptr) return cudaSuccess;
+    Encoder encode_map{p};
+    encode_map(&main.query, p.query, p.head_dim, false, tile.rows);
+    encode_map(&main.gradient, g.dout, p.value_dim, false, tile.rows);
+    encode_map(&main.key, p.key, p.head_dim, true, tile.keys);
+    encode_map(&main.value, p.value, p.value_dim, true, tile.keys);
+    encode_map(&main.dkey, g.dkey, p.head_dim, true, 16);
+    encode_map(&main.dvalue, g.dvalue, p.value_dim, true, 16);
+    if (encode_map.error != cudaSuccess) return encode_map.error;
+    return launch_backward<T>(plan.variant, capped, main, static_cast<unsigned>(std::min<int64_t>(plan.blocks, main.tiles)),
+                              stream);
+  }
+
+  template <class T>
+  cudaError_t convert(cudaStream_t stream) const {
+    const int64_t pieces = common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, kConvertRows);
+    const ConvertArguments a{p, g.dquery, scratch, static_cast<int>(pieces), main.scale};
+    return launch_backward_convert<T>(plan.variant, a, static_cast<unsigned>(planes * pieces), stream);
+  }
+
+  template <class T>
+  cudaError_t rows(cudaStream_t stream) const {
+    RowArguments a{};
+    if (const cudaError_t error = set_rows(&a, p, g, main); error != cudaSuccess) return error;
+    return launch_backward_rows<T>(row_gradient_variant(p), a, static_cast<unsigned>(plan.row_blocks), stream);
+  }
+
+  template <class T>
+  cudaError_t run(cudaStream_t stream) {
+    // The counters first: a memset between two kernels would part them. Maps are made while the GPU prepares.
+    if (const cudaError_t error = counters(stream, memory, &main.counter); error != cudaSuccess) return error;
+    if (const cudaError_t error = prepare<T>(stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = keys<T>(stream); error != cudaSuccess) return error;
+    if (by_rows) return rows<T>(stream);
+    return scratch.dquery != nullptr ? convert<T>(stream) : cudaSuccess;
+  }
+};
+
+}  // namespace
+
+cudaError_t backward(const Problem& p, const Gradients& g, const problem::Plan& plan, void* workspace, cudaStream_t stream) {
+  const int64_t slab = backward_slab(p, g);
+  for (int64_t first = 0; first < p.kv_heads; first += slab) {
+    Gradients part = g;
+    const Problem call = slab_of(p, &part, first, std::min(slab, p.kv_heads - first));
+    Launches launches(call, part, plan, workspace);
+    const cudaError_t error =
+        p.dtype == problem::DType::kFloat16 ? launches.run<__half>(stream) : launches.run<__nv_bfloat16>(stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace flash::sm90

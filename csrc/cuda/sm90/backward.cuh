@@ -1,0 +1,64 @@
+// sm90/backward.cuh: attention backward on Hopper. A block owns kKeys keys of one kv head at a time and walks over the rows that see
+// them. Four warpgroups: one thread of the first feeds (TMA), another clears sums of dQ; two have 64 keys each (backward_keys.cuh; head dims above 128:
+// backward_wide.cuh); the last does nothing but dQ (backward_queries.cuh). They meet at barriers in shared memory only.
+//   S^T = K Q^T, dP^T = V dO^T             keys are lines, so P^T and dS^T come out as A operands
+//   P = 2^(c S - lse2), dS = P (dP - delta)
+//   dV += P^T dO, dK += dS^T Q             in registers for the whole walk, over all query heads of the group
+//   dQ += dS K                             added to fp32 sums in global memory
+// lse and delta enter as one more step of the products: -lse / scale and -delta as sums of 16-bit numbers, against a matrix of ones.
+// No thread reads them, which matters: wgmma's operands starve ordinary reads of shared memory.
+//
+// Watch after every change: C75xx, spills of others than the producer, R2UR between products.
+#pragma once
+#include "cuda/sm90/backward_cleaner.cuh"
+#include "cuda/sm90/backward_keys.cuh"
+#include "cuda/sm90/backward_prepare.cuh"
+#include "cuda/sm90/backward_producer.cuh"
+#include "cuda/sm90/backward_queries.cuh"
+#include "cuda/sm90/backward_wide.cuh"
+
+namespace flash::sm90 {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const BackwardBarriers<C> barriers{base + C::kBarriersAt};
+  if (threadIdx.x < 16) {  // 8 rows of factors, which serve all rows, then 8 rows of zeros
+    ptx::store_shared(base + C::kOnesAt + 16 * threadIdx.x,
+                      threadIdx.x < 8 ? Terms<typename C::T>::factors() : make_uint4(0, 0, 0, 0));
+    ptx::fence_async_proxy();
+  }
+  if (p.cleared != nullptr && threadIdx.x < C::kZeroBytes / 16) {
+    ptx::store_shared(base + C::kZeroAt + 16 * threadIdx.x, make_uint4(0, 0, 0, 0));
+    ptx::fence_async_proxy();
+  }
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(&p.query);
+    ptx::prefetch_map(&p.key);
+    ptx::prefetch_map(&p.value);
+    ptx::prefetch_map(&p.gradient);
+    barriers.init(p.cleared != nullptr);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    ptx::give_registers<C::kProducerRegisters>();
+    if (threadIdx.x == 0) BackwardProducer<C>{p, base, barriers}.run();
+    if (threadIdx.x == 32 && p.cleared != nullptr) BackwardCleaner<C>{p, base, barriers}.run();
+  } else if (warpgroup == 3) {
+    ptx::give_registers<C::kQueryRegisters>();
+    QueryGradients<C>(p, base).run();
+  } else {
+    ptx::take_registers<C::kMainRegisters>();
+    if constexpr (!C::kWide) {
+      KeyGradients<C>(p, base, warpgroup - 1).run();
+    } else if (warpgroup == 1) {
+      WideGradients<C, true>(p, base).run();
+    } else {
+      WideGradients<C, false>(p, base).run();
+    }
+  }
+}
+
+}  // namespace flash::sm90

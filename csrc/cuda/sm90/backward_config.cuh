@@ -1,0 +1,95 @@
+// sm90/backward_config.cuh: the shape of one instance of the Hopper backward, its shared memory and its barriers.
+#pragma once
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/ring.cuh"
+#include "cuda/sm90/tiles.h"
+
+namespace flash::sm90 {
+
+template <class T_, int kVariant, bool kCapped_>
+struct BackwardConfig {
+  using T = T_;
+  static constexpr BackwardTile kTile = kBackwardTiles[kVariant];
+  static constexpr bool kCapped = kCapped_;  // softcap: an instance of its own, so that the others carry no branch
+  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
+  static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
+  static constexpr bool kWide = kKeys == 64;  // one warpgroup has P and dV, another dS and dK; else each has both for 64 keys
+  static constexpr int kQueries = kTile.queries, kGradients = 2;                // buffers of Q and its statistics, and of dO
+  static constexpr int kKeyStages = kWide ? 1 : 2;                              // of K; V has one
+  static constexpr int kScores = 2;                                             // of dS
+  static constexpr bool kRests = !kCapped && std::is_same_v<T, __nv_bfloat16>;  // dS from P as good as in fp32
+  // Loops with bounds in uniform registers keep the stages of the rings there too, and with them the descriptors. At dim 128 there are
+  // not enough of those registers: vector registers and one REDUX per use are faster.
+  static constexpr bool kUniform = kDim != 128;
+  static constexpr int kThreads = 512;
+  static constexpr int kProducerRegisters = 32, kMainRegisters = 208, kQueryRegisters = 64;
+
+  // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle; dS [panel of 64 rows][key][128 bytes].
+  static constexpr uint32_t kRowBytes = kRows * kDim * 2, kRowPanel = kRows * 128;
+  static constexpr uint32_t kKeyBytes = kKeys * kDim * 2, kKeyPanel = kKeys * 128;
+  static constexpr uint32_t kScoreBytes = kRows * kKeys * 2;
+  static constexpr uint32_t kStatisticsBytes = kRows * 32;
+  static constexpr uint32_t kKeyAt = 0;
+  static constexpr uint32_t kValueAt = kKeyAt + kKeyStages * kKeyBytes;
+  static constexpr uint32_t kQueryAt = kValueAt + kKeyBytes;
+  static constexpr uint32_t kGradientAt = kQueryAt + kQueries * kRowBytes;
+  static constexpr uint32_t kScoreAt = kGradientAt + kGradients * kRowBytes;
+  static constexpr uint32_t kWeightAt =
+      kScoreAt + kScores * kScoreBytes;  // P and its rests between the warpgroups, where kWide
+  static constexpr uint32_t kStatisticsAt = kWeightAt + (kWide ? kScoreBytes / 2 * 3 : 0);
+  static constexpr uint32_t kZeroAt = kStatisticsAt + kQueries * kStatisticsBytes;
+  static constexpr uint32_t kZeroBytes = kWide ? 2048 : 8192;  // what one store clears
+  static constexpr uint32_t kOnesAt = kZeroAt + kZeroBytes;
+  static constexpr int kSlots = 3;  // of announced tiles: finished by some, computed, next
+  static constexpr uint32_t kWorkBytes = 64;
+  static constexpr uint32_t kWorkAt = kOnesAt + 256;
+  static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
+  static constexpr uint32_t kSharedBytes =
+      kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kScores + kSlots) + kSlots + 4);
+  static_assert(kSharedBytes <= 232448);
+};
+
+// Full: 1 arrival (the producer) and its bytes, or 1 per warp that writes. Empty: 1 arrival per warp that reads.
+template <class C>
+struct BackwardBarriers {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t query_full(int i) const { return base + 8 * i; }
+  __device__ __forceinline__ uint32_t query_empty(int i) const { return query_full(C::kQueries + i); }
+  __device__ __forceinline__ uint32_t gradient_full(int i) const { return query_full(2 * C::kQueries + i); }
+  __device__ __forceinline__ uint32_t gradient_empty(int i) const { return gradient_full(C::kGradients + i); }
+  __device__ __forceinline__ uint32_t key_full(int i) const { return gradient_full(2 * C::kGradients + i); }
+  __device__ __forceinline__ uint32_t key_empty(int i) const { return key_full(C::kKeyStages + i); }
+  __device__ __forceinline__ uint32_t score_full(int i) const { return key_full(2 * C::kKeyStages + i); }
+  __device__ __forceinline__ uint32_t score_empty(int i) const { return score_full(C::kScores + i); }
+  __device__ __forceinline__ uint32_t work_full(int i) const { return score_full(2 * C::kScores + i); }
+  __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
+  __device__ __forceinline__ uint32_t value_full() const { return work_full(2 * C::kSlots); }
+  __device__ __forceinline__ uint32_t value_empty() const { return value_full() + 8; }
+  __device__ __forceinline__ uint32_t weight_full() const { return value_full() + 16; }
+  __device__ __forceinline__ uint32_t weight_empty() const { return value_full() + 24; }
+  __device__ __forceinline__ uint32_t cleared(int i) const { return value_full() + 32 + 8 * i; }
+
+  __device__ __forceinline__ void init(bool cleans) const {
+    constexpr int kWarps = 4, kMain = 8;
+    for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kMain);
+    for (int i = 0; i < C::kGradients; ++i) ptx::init_barrier(gradient_full(i), 1), ptx::init_barrier(gradient_empty(i), kMain);
+    for (int i = 0; i < C::kKeyStages; ++i)
+      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), C::kWide ? kWarps : kMain + kWarps);
+    for (int i = 0; i < C::kScores; ++i)
+      ptx::init_barrier(score_full(i), C::kWide ? kWarps : kMain), ptx::init_barrier(score_empty(i), kWarps);
+    for (int i = 0; i < C::kSlots; ++i) {
+      ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kMain + kWarps + (cleans ? 1 : 0));
+      ptx::init_barrier(cleared(i), 1);
+    }
+    ptx::init_barrier(value_full(), 1), ptx::init_barrier(value_empty(), C::kWide ? kWarps : kMain);
+    ptx::init_barrier(weight_full(), kWarps), ptx::init_barrier(weight_empty(), kWarps);
+    ptx::fence_barrier_init();
+  }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,198 @@
+// sm90/backward_keys.cuh: a warpgroup with 64 keys of every tile: their S^T, P^T, dP^T, dS^T in registers by turns, dK and dV for the
+// whole walk over the rows. P^T and dS^T are A operands as they come; dS^T also goes to shared memory for dQ. The two warpgroups of a
+// block never wait for each other.
+//
+// One block of rows m, and what the tensor cores have to do meanwhile:
+//   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta) under dV;    wait dV, pack and store dS
+//   issue  S(m+1) | dK += dS(m) Q    wait S,  P = 2^S             under dK;    wait dK, pack P
+#pragma once
+#include "cuda/sm90/backward_worker.cuh"
+
+namespace flash::sm90 {
+
+template <class C>
+struct KeyGradients : BackwardWorker<C> {
+  using Worker = BackwardWorker<C>;
+  using T = typename C::T;
+  using Worker::barriers, Worker::base, Worker::gradient, Worker::key, Worker::lane, Worker::p, Worker::query, Worker::release,
+      Worker::score_slot, Worker::warp;
+
+  const int group;
+  BackwardSlot tile;
+  float key_sum[C::kDim / 2], value_sum[C::kDim / 2];  // [64 keys, dim]: dK, dV
+  float score[C::kRows / 2];                           // [64 keys, rows]: S, P, dP, dS in turn
+  uint32_t operand[C::kRows / 16][4];                  // P, then dS, as A operands
+  uint32_t rest[C::kRows / 8];                         // of P, see rests()
+  uint32_t slope[Worker::kSlopes];                     // of the cap, times P
+  uint32_t value_parity = 0;
+
+  __device__ __forceinline__ KeyGradients(const BackwardArguments& p, uint32_t base, int group)
+      : Worker(p, base), group(group) {}
+
+  // sum += operand b, as one batch. b: rows along K.
+  __device__ __forceinline__ void accumulate(float (&sum)[C::kDim / 2], uint64_t b) {
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i) ptx::multiply_async<T, 1>(sum, operand[i], b + i * (16 * 128 / 16));
+    ptx::commit_products();
+  }
+
+  __device__ __forceinline__ void multiply_key_query() {
+    const uint64_t a =
+        ptx::describe_matrix(base + C::kKeyAt + this->place(key.stage) * C::kKeyBytes + group * 64 * 128, 16, 1024);
+    this->template multiply<Worker::kLse>(score, a, this->describe_query());
+  }
+  __device__ __forceinline__ void multiply_value_gradient() {
+    const uint64_t a = ptx::describe_matrix(base + C::kValueAt + group * 64 * 128, 16, 1024);
+    this->template multiply<Worker::kDelta>(score, a, this->describe_gradient());
+  }
+
+  __device__ __forceinline__ int first_key() const { return ptx::load_shared_volatile(tile.place()) + group * 64; }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+  }
+
+  // operand = P of block m, whose S is in `score` or under way, with dK of the block before behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void weigh(int m, const Steps& full) {
+    ptx::wait_products<kFirst ? 0 : 1>();
+    this->exponentiate(score, slope, tile, first_key(), m, full);
+    if constexpr (C::kRests) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 8; ++i) rest[i] = rests(score + 4 * i);
+    }
+    if (!kFirst) {
+      // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps the exponentials before the wait for dK.
+      ptx::wait(barriers.query_full(query.stage), query.parity);
+      ptx::wait_products<0>();
+      release(barriers.query_empty(query.stage_before()));
+    }
+    pack();
+  }
+
+  // dV and dK of block m, whose P is in `operand`; leaves P of the next block, if there is one, there.
+  // heads: of the group that are left, this one included; dV is complete with the last block of the last.
+  __device__ __forceinline__ void step(int m, bool last, int heads, const Steps& full) {
+    ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    ptx::fence_products();
+    multiply_value_gradient();
+    accumulate(value_sum, this->describe_gradient_columns(this->place(gradient.stage)));
+    ptx::wait_products<1>();
+    if constexpr (C::kRests) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 8; ++i) multiply_by(score + 4 * i, operand[i / 2] + i % 2 * 2, rest[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 4; ++i) multiply_by<T>(score + 2 * i, C::kCapped ? slope[i] : operand[i / 4][i % 4]);
+    }
+    ptx::pin(score);
+    ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);  // as in weigh()
+    ptx::wait_products<0>();
+    release(barriers.gradient_empty(gradient.stage));
+    gradient.next();
+    pack();
+    this->store_scores(operand, group * 64);
+    if (last) {
+      ptx::fence_products();
+      accumulate(key_sum, this->describe_query_columns(this->place(query.stage)));
+      if (heads == 1) store_value();
+      ptx::wait_products<0>();
+      release(barriers.query_empty(query.stage));
+      query.next();
+    } else {
+      query.next();
+      ptx::wait(barriers.query_full(query.stage), query.parity);
+      ptx::fence_products();
+      multiply_key_query();
+      accumulate(key_sum, this->describe_query_columns(this->place(query.stage_before())));
+      weigh<false>(m + 1, full);
+    }
+  }
+
+  // A block of rows that sees none of this warpgroup's keys.
+  __device__ __forceinline__ void skip() {
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    release(barriers.query_empty(query.stage));
+    query.next();
+    ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    release(barriers.gradient_empty(gradient.stage));
+    gradient.next();
+    ptx::wait(barriers.score_empty(score_slot.stage), score_slot.parity ^ 1);
+    release(barriers.score_full(score_slot.stage));
+    score_slot.next();
+  }
+
+  // The blocks of rows of one query head.
+  __device__ __forceinline__ void walk(int heads, const Steps& own, const Steps& full) {
+    const uint4 place = ptx::load_shared_16(tile.place());
+    int m = this->bound(static_cast<int>(place.z));
+    const int last = this->bound(static_cast<int>(place.w));
+#pragma unroll 1
+    for (const int end = own.first <= own.last ? own.first : last + 1; m < end; ++m) skip();
+    if (m > last) return;
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    ptx::fence_products();
+    multiply_key_query();
+    weigh<true>(m, full);
+    ptx::wait(barriers.value_full(), value_parity);
+#pragma unroll 1
+    for (; m <= own.last; ++m) step(m, m == own.last, heads, full);
+#pragma unroll 1
+    for (; m <= last; ++m) skip();
+  }
+
+  // dV of this warp's keys, through their place in the buffer of V: this warpgroup alone reads it, and no more.
+  __device__ __forceinline__ void store_value() {
+    if (!p.write_dvalue) return;
+    ptx::sync_named(1 + group, 128);
+    const uint32_t staging = base + C::kValueAt + first_of_warp() * 128;
+    this->stage(value_sum, 1.f, staging);
+    this->store_boxes(&p.dvalue, staging, tile, first_of_warp());
+  }
+
+  // dK of this warp's keys, through their place in the buffer of K, once dQ has read it too.
+  __device__ __forceinline__ void store_key() {
+    if (p.write_dkey) {
+      ptx::wait(barriers.score_empty(score_slot.stage_before()), score_slot.parity_before());
+      ptx::sync_named(1 + group, 128);
+      const uint32_t staging = base + C::kKeyAt + key.stage * C::kKeyBytes + first_of_warp() * 128;
+      this->stage(key_sum, p.scale, staging);
+      this->store_boxes(&p.dkey, staging, tile, first_of_warp());
+    }
+    if (lane == 0) {
+      ptx::wait_stores_read<1>();  // dV is
+      ptx::arrive(barriers.value_empty());
+      ptx::wait_stores_read<0>();
+      ptx::arrive(barriers.key_empty(key.stage));
+    }
+    key.next();
+  }
+
+  __device__ __forceinline__ int first_of_warp() const { return group * 64 + warp * 16; }
+
+  __device__ __forceinline__ void run() {
+    while (this->fetch(tile)) {
+#pragma unroll
+      for (int i = 0; i < C::kDim / 2; ++i) key_sum[i] = value_sum[i] = 0;
+      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+      const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
+      const int begin = static_cast<int>(place.x) + group * 64;
+      const Steps own = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
+      const Steps full = this->bound(unmasked<C::kRows>(p, rows, keys, begin, begin + 64));
+      ptx::wait(barriers.key_full(key.stage), key.parity);
+#pragma unroll 1
+      for (int heads = p.group; heads > 0; --heads) walk(heads, own, full);
+      if (own.first > own.last) {
+        ptx::wait(barriers.value_full(), value_parity);
+        store_value();
+      }
+      value_parity ^= 1;
+      store_key();
+      this->release_work();
+    }
+    if (lane == 0) ptx::wait_stores<0>();
+  }
+};
+
+}  // namespace flash::sm90

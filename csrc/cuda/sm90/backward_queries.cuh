@@ -1,0 +1,109 @@
+// sm90/backward_queries.cuh: the warpgroup of dQ: dS K of every block of rows, added to fp32 sums in global memory straight from the
+// accumulators, in their own order (common/scratch.h), 512 contiguous bytes per warp and instruction.
+#pragma once
+#include "cuda/sm90/backward_worker.cuh"
+
+namespace flash::sm90 {
+
+template <class C>
+struct QueryGradients : BackwardWorker<C> {
+  using Worker = BackwardWorker<C>;
+  using T = typename C::T;
+  using Worker::barriers, Worker::base, Worker::key, Worker::lane, Worker::p, Worker::release, Worker::score_slot, Worker::warp;
+  static constexpr int kGroup = 128;  // floats of 16 rows x 8 columns
+
+  float sum[32];  // [64 rows, 64 columns]
+
+  using Worker::Worker;
+
+  // 64 rows x 64 columns, 16 kSteps keys.
+  template <int kSteps>
+  __device__ __forceinline__ void multiply(uint64_t scores, uint64_t keys) {
+    ptx::fence_products();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (i == 0) {
+        ptx::multiply_transposed_async<T, 0>(sum, scores, keys);
+      } else {
+        ptx::multiply_transposed_async<T, 1>(sum, scores + i * 128, keys + i * 128);
+      }
+    }
+    ptx::commit_products();
+    ptx::wait_products<0>();
+  }
+
+  // dQ of one block of rows from 16 kSteps keys that start `offset` bytes into panels of keys. rows: of this warp's first on, that
+  // exist; their sums are at `to`.
+  template <int kSteps>
+  __device__ __forceinline__ void add(uint32_t offset, int rows, float* to) {
+    const uint32_t scores_at = base + C::kScoreAt + this->place(score_slot.stage) * C::kScoreBytes + offset;
+    const uint64_t scores = ptx::describe_matrix(scores_at, 16, 1024);
+    const uint64_t keys =
+        ptx::describe_matrix(base + C::kKeyAt + this->place(key.stage) * C::kKeyBytes + offset, C::kKeyPanel, 1024);
+#pragma unroll
+    for (int part = 0; part < C::kRows / 64; ++part) {
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        multiply<kSteps>(scores + part * (C::kKeyPanel / 16), keys + panel * (C::kKeyPanel / 16));
+        if (part == C::kRows / 64 - 1 && panel == C::kPanels - 1) release(barriers.score_empty(score_slot.stage));
+        if (part * 64 < rows) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            if (panel * 8 + i < p.column_groups)
+              ptx::reduce_add_4(to + (panel * 8 + i) * kGroup, sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+        }
+      }
+      to = ptx::advance(to, 4 * p.column_groups * kGroup * 4);
+    }
+    score_slot.next();
+  }
+
+  __device__ __forceinline__ void ignore() {
+    release(barriers.score_empty(score_slot.stage));
+    score_slot.next();
+  }
+
+  __device__ __forceinline__ void run() {
+    BackwardSlot tile;
+    while (this->fetch(tile)) {
+      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+      const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), begin = static_cast<int>(place.x);
+      const int first = this->bound(static_cast<int>(place.z)), last = this->bound(static_cast<int>(place.w));
+      int block = ptx::load_shared_volatile(tile.source() + 12) + static_cast<int>(place.y) * p.group * p.head_blocks;
+      if (p.cleared != nullptr) ptx::wait(barriers.cleared(this->slot.stage), this->slot.parity);
+      this->release_work();
+      const Steps low = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
+      const Steps high = C::kWide ? low : this->bound(viewers<C::kRows>(p, rows, keys, begin + 64, begin + 128));
+      ptx::wait(barriers.key_full(key.stage), key.parity);
+#pragma unroll 1
+      for (int head = 0; head < p.group; ++head, block += p.head_blocks) {
+        float* to =
+            p.dquery + static_cast<int64_t>(block + first * (C::kRows / 16) + warp) * (p.column_groups * kGroup) + lane * 4;
+#pragma unroll 1
+        for (int m = first; m <= last; ++m) {
+          ptx::wait(barriers.score_full(score_slot.stage), score_slot.parity);
+          const int left = rows - m * C::kRows - warp * 16;
+          const bool in_low = low.contains(m), in_high = high.contains(m);
+          if (p.dquery == nullptr || !(in_low || in_high)) {
+            ignore();
+          } else if (C::kWide) {
+            add<4>(0, left, to);
+          } else if (in_low && in_high) {
+            add<8>(0, left, to);
+          } else {
+            add<4>(in_low ? 0 : 64 * 128, left, to);
+          }
+          to = ptx::advance(to, C::kRows / 16 * p.column_groups * kGroup * 4);
+        }
+      }
+      if (C::kWide) {
+        ptx::sync_named(3, 384);
+      } else {
+        release(barriers.key_empty(key.stage));
+      }
+      key.next();
+    }
+  }
+};
+
+}  // namespace flash::sm90

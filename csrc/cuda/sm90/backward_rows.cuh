@@ -1,0 +1,337 @@
+// sm90/backward_rows.cuh: dQ by itself, where it must be deterministic: a block owns 128 rows of one head at a time and walks over the
+// keys they see, newest first, so every sum has one order. Two warpgroups compute, 64 rows each; one thread feeds (TMA).
+//   S = Q K^T, dP = dO V^T; P = 2^(c S - lse2), dS = P (dP - delta), an A operand as it comes; dQ += dS K
+// Products under way while a warpgroup does arithmetic:
+//   issue  S(j-1) | dP(j-1) | dQ += dS(j) K    wait S: P under dP;    wait dP: dS under dQ;    wait dQ, pack dS
+#pragma once
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/forward_softmax.cuh"
+#include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/ring.cuh"
+#include "cuda/sm90/tiles.h"
+
+namespace flash::sm90 {
+
+// out is the map of dq; lse is read.
+struct RowArguments : ForwardArguments {
+  CUtensorMap gradient;  // of the box [rows, 64]
+  const float* delta;    // laid out as lse
+  float scale;           // of dq
+};
+
+template <class T_, int kVariant>
+struct RowConfig {
+  using T = T_;
+  static constexpr RowGradientTile kTile = kRowGradientTiles[kVariant];
+  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64, kRows = kRowGradientRows, kKeys = kRowGradientKeys;
+  static constexpr int kKeyStages = kTile.keys, kValueStages = kTile.values, kSlots = 2, kThreads = 384;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr uint32_t kRowBytes = kRows * kDim * 2, kRowPanel = kRows * 128;
+  static constexpr uint32_t kKeyBytes = kKeys * kDim * 2, kKeyPanel = kKeys * 128;
+  static constexpr uint32_t kQueryAt = 0;
+  static constexpr uint32_t kGradientAt = kRowBytes;
+  static constexpr uint32_t kKeyAt = 2 * kRowBytes;
+  static constexpr uint32_t kValueAt = kKeyAt + kKeyStages * kKeyBytes;
+  static constexpr uint32_t kWorkBytes = 64;
+  static constexpr uint32_t kWorkAt = kValueAt + kValueStages * kKeyBytes;
+  static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
+  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 + 2 * (kKeyStages + kValueStages + kSlots));
+  static_assert(kSharedBytes <= 232448);
+};
+
+// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp.
+template <class C>
+struct RowBarriers {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t rows_full() const { return base; }
+  __device__ __forceinline__ uint32_t rows_empty() const { return base + 8; }
+  __device__ __forceinline__ uint32_t key_full(int i) const { return base + 16 + 8 * i; }
+  __device__ __forceinline__ uint32_t key_empty(int i) const { return key_full(C::kKeyStages + i); }
+  __device__ __forceinline__ uint32_t value_full(int i) const { return key_full(2 * C::kKeyStages + i); }
+  __device__ __forceinline__ uint32_t value_empty(int i) const { return value_full(C::kValueStages + i); }
+  __device__ __forceinline__ uint32_t work_full(int i) const { return value_full(2 * C::kValueStages + i); }
+  __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kWarps = 8;
+    ptx::init_barrier(rows_full(), 1), ptx::init_barrier(rows_empty(), kWarps);
+    for (int i = 0; i < C::kKeyStages; ++i) ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
+    for (int i = 0; i < C::kValueStages; ++i) ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
+    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps);
+    ptx::fence_barrier_init();
+  }
+};
+
+template <class C>
+struct RowProducer {
+  const RowArguments& p;
+  uint32_t base;
+  RowBarriers<C> barriers;
+  Ring<C::kKeyStages> key;
+  Ring<C::kValueStages> value;
+  Ring<C::kSlots> slot;
+  Ring<1> rows;
+
+  template <uint32_t kPanelBytes>
+  __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int head, int sequence) {
+    const int wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel)
+      ptx::load_box(to + panel * kPanelBytes, map, full, {64 * panel, row, head, sequence, wrap});
+  }
+
+  __device__ __forceinline__ void feed(Slot tile) {
+    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence()),
+                source = ptx::load_shared_16(tile.source());
+    const int head = static_cast<int>(place.y), row = static_cast<int>(sequence.z + place.x);
+    ptx::wait(barriers.rows_empty(), rows.parity ^ 1);
+    ptx::arrive_expecting(barriers.rows_full(), 2 * C::kRowBytes);
+    load<C::kRowPanel>(base + C::kQueryAt, &p.query, barriers.rows_full(), row, head, static_cast<int>(sequence.w));
+    load<C::kRowPanel>(base + C::kGradientAt, &p.gradient, barriers.rows_full(), row, head, static_cast<int>(sequence.w));
+    rows.next();
+    const int first = static_cast<int>(place.z);
+#pragma unroll 1
+    for (int block = static_cast<int>(place.w); block >= first; --block) {
+      const int from = static_cast<int>(source.y) + block * C::kKeys, kv_head = static_cast<int>(source.x);
+      ptx::wait(barriers.key_empty(key.stage), key.parity ^ 1);
+      ptx::arrive_expecting(barriers.key_full(key.stage), C::kKeyBytes);
+      load<C::kKeyPanel>(base + C::kKeyAt + key.stage * C::kKeyBytes, &p.key, barriers.key_full(key.stage), from, kv_head,
+                         static_cast<int>(source.z));
+      key.next();
+      ptx::wait(barriers.value_empty(value.stage), value.parity ^ 1);
+      ptx::arrive_expecting(barriers.value_full(value.stage), C::kKeyBytes);
+      load<C::kKeyPanel>(base + C::kValueAt + value.stage * C::kKeyBytes, &p.value, barriers.value_full(value.stage), from,
+                         kv_head, static_cast<int>(source.z));
+      value.next();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    int claimed = -1;
+    while (true) {
+      const Slot to{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+      ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+      do {
+        claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
+      } while (claimed < p.tiles && !decode<C::kRows, C::kKeys>(p, claimed, to));
+      ptx::store_shared(to.kind(), static_cast<uint32_t>(claimed < p.tiles ? Kind::kTile : Kind::kEnd));
+      ptx::arrive(barriers.work_full(slot.stage));
+      slot.next();
+      if (claimed >= p.tiles) break;
+      feed(to);
+    }
+    __threadfence();
+    if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
+  }
+};
+
+template <class C>
+struct RowGradients {
+  using T = typename C::T;
+  const RowArguments& p;
+  const uint32_t base;
+  const RowBarriers<C> barriers;
+  const int group;  // warpgroup
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  Ring<C::kKeyStages> key;
+  Ring<C::kValueStages> value;
+  Ring<C::kSlots> slot;
+  Ring<1> rows;
+  Slot tile{};
+  float score[C::kKeys / 2], gradient[C::kKeys / 2];                             // [64 rows, keys]: S, P; dP, dS
+  uint32_t operand[C::kKeys / 16][4];                                            // dS as A operands
+  float sum[C::kDim / 128 == 2 ? 2 : 1][C::kDim / 128 == 2 ? 64 : C::kDim / 2];  // [64 rows, dim]
+  float lse2[2], delta[2];                                                       // of this lane's rows
+
+  __device__ __forceinline__ RowGradients(const RowArguments& p, uint32_t base, int group)
+      : p(p), base(ptx::uniform(base)), barriers{this->base + C::kBarriersAt}, group(group) {}
+
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (lane == 0) ptx::arrive(barrier);
+  }
+
+  // to [64 rows, keys] = a b^T, as one batch.
+  __device__ __forceinline__ void multiply(float (&to)[C::kKeys / 2], uint64_t a, uint64_t b) const {
+#pragma unroll
+    for (int i = 0; i < C::kDim / 16; ++i) {
+      const uint64_t x = a + (i / 4) * (C::kRowPanel / 16) + (i % 4) * 2, y = b + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
+      if (i == 0) {
+        ptx::multiply_async<T, 0>(to, x, y);
+      } else {
+        ptx::multiply_async<T, 1>(to, x, y);
+      }
+    }
+    ptx::commit_products();
+  }
+  // S and dP of the current stages, two batches.
+  __device__ __forceinline__ void multiply_both() {
+    // `zero` keeps ptxas from holding the descriptors of all steps, more than there are uniform registers at head dim 256.
+    const uint32_t zero = C::kDim > 128 ? ptx::uniform(ptx::opaque_zero()) : 0;
+    const uint32_t rows_at = base + group * 64 * 128 + zero;
+    multiply(score, ptx::describe_matrix(rows_at + C::kQueryAt, 16, 1024),
+             ptx::describe_matrix(base + C::kKeyAt + key.stage * C::kKeyBytes, 16, 1024));
+    multiply(gradient, ptx::describe_matrix(rows_at + C::kGradientAt, 16, 1024),
+             ptx::describe_matrix(base + C::kValueAt + value.stage * C::kKeyBytes, 16, 1024));
+  }
+  // sum += dS K of the stage before the current one (or of it), one batch.
+  __device__ __forceinline__ void accumulate(uint32_t stage) {
+    const uint64_t b = ptx::describe_matrix(base + C::kKeyAt + stage * C::kKeyBytes, C::kKeyPanel, 1024);
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 16; ++i)
+#pragma unroll
+      for (int part = 0; part < (C::kDim > 128 ? 2 : 1); ++part)
+        ptx::multiply_async<T, 1>(sum[part], operand[i], b + i * (16 * 128 / 16) + part * (2 * C::kKeyPanel / 16));
+    ptx::commit_products();
+  }
+
+  // score: S -> P.
+  __device__ __forceinline__ void exponentiate(int block) {
+    const uint4 sequence = ptx::load_shared_16(tile.sequence());
+    const int keys = static_cast<int>(sequence.y), diagonal = p.bottom_right ? keys - static_cast<int>(sequence.x) : 0;
+    const int top = ptx::load_shared_volatile(tile.row()) + group * 64 + diagonal, first = block * C::kKeys;
+    const bool full = first + C::kKeys <= min(keys, top + p.right + 1) && first >= top + 63 - p.left;
+    if (!full) mask(score, top + warp * 16 + lane / 4, first + (lane & 3) * 2, p.left, p.right, keys);
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 2; ++i) score[i] = ptx::exp2(fmaf(score[i], p.scale_log2, -lse2[(i >> 1) & 1]));
+  }
+
+  // operand = dS of `block`, whose products are under way; with kBehind that of dQ of the block before is behind them.
+  template <bool kBehind>
+  __device__ __forceinline__ void differentiate(int block) {
+    ptx::wait_products<kBehind ? 2 : 1>();
+    exponentiate(block);
+    ptx::pin(score);
+    ptx::wait(barriers.value_full(value.stage), value.parity);  // complete already: ends a basic block
+    ptx::wait_products<kBehind ? 1 : 0>();
+    release(barriers.value_empty(value.stage));
+    value.next();
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 2; ++i) score[i] *= gradient[i] - delta[(i >> 1) & 1];
+    if (kBehind) {
+      ptx::wait_products<0>();
+      release(barriers.key_empty(key.stage_before()));
+    }
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+  }
+
+  __device__ __forceinline__ void wait_stages() {
+    ptx::wait(barriers.key_full(key.stage), key.parity);
+    ptx::wait(barriers.value_full(value.stage), value.parity);
+    ptx::fence_products();
+  }
+
+  __device__ __forceinline__ void load_statistics() {
+    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+    const int length = static_cast<int>(sequence.x), head = static_cast<int>(place.y);
+    const int64_t first =
+        p.cu_seqlens_q != nullptr ? static_cast<int>(sequence.w) - length : static_cast<int>(sequence.w) * p.lse_batch;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = static_cast<int>(place.x) + group * 64 + warp * 16 + lane / 4 + 8 * r;
+      lse2[r] = INFINITY;  // P = 0
+      delta[r] = 0;
+      if (row < length) {
+        const int64_t at = head * p.lse_head + first + row;
+        lse2[r] = bounded(problem::Softmax<float>::lse2(p.lse[at]));
+        delta[r] = p.delta[at];
+      }
+    }
+  }
+
+  // dQ of this warp's rows through their place in the buffer of Q.
+  __device__ __forceinline__ void store() {
+    ptx::sync_named(1 + group, 128);  // the warpgroup has read its rows of Q
+    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+    const int row = group * 64 + warp * 16;
+    const uint32_t staging = base + C::kQueryAt + row * 128;
+#pragma unroll
+    for (int j = 0; j < C::kDim / 16; ++j) {  // 16 rows x 16 columns
+      const float* x = C::kDim > 128 ? sum[j / 8] + j % 8 * 8 : sum[0] + j * 8;
+      const uint32_t chunk = ((2 * j & 7) + lane / 16) ^ (lane & 7);
+      ptx::store_matrices(staging + (j / 4) * C::kRowPanel + (lane & 15) * 128 + chunk * 16,
+                          {ptx::pack(x[0] * p.scale, x[1] * p.scale, T()), ptx::pack(x[2] * p.scale, x[3] * p.scale, T()),
+                           ptx::pack(x[4] * p.scale, x[5] * p.scale, T()), ptx::pack(x[6] * p.scale, x[7] * p.scale, T())});
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel)
+        ptx::store_box(&p.out, staging + panel * C::kRowPanel,
+                       {64 * panel, static_cast<int>(sequence.z + place.x) + row, static_cast<int>(place.y),
+                        static_cast<int>(sequence.w), p.cu_seqlens_q != nullptr ? kWrap : 0});
+      ptx::commit_stores();
+      ptx::wait_stores_read<0>();
+    }
+    __syncwarp();
+    release(barriers.rows_empty());
+  }
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      ptx::wait(barriers.work_full(slot.stage), slot.parity);
+      tile = Slot{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+      if (static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(tile.kind()))) == Kind::kEnd) break;
+      load_statistics();
+#pragma unroll
+      for (int i = 0; i < C::kDim / 2; ++i) (C::kDim > 128 ? sum[i / 64][i % 64] : sum[0][i]) = 0;
+      const uint4 place = ptx::load_shared_16(tile.place());
+      const int first = ptx::uniform(static_cast<int>(place.z));
+      int block = ptx::uniform(static_cast<int>(place.w));
+      ptx::wait(barriers.rows_full(), rows.parity);
+      wait_stages();
+      multiply_both();
+      differentiate<false>(block);
+#pragma unroll 1
+      for (--block; block >= first; --block) {
+        key.next();
+        wait_stages();
+        multiply_both();
+        accumulate(key.stage_before());
+        differentiate<true>(block);
+      }
+      ptx::fence_products();
+      accumulate(key.stage);
+      ptx::wait_products<0>();
+      release(barriers.key_empty(key.stage));
+      key.next();
+      store();
+      rows.next();
+      __syncwarp();
+      release(barriers.work_empty(slot.stage));
+      slot.next();
+    }
+    if (lane == 0) ptx::wait_stores<0>();
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) backward_rows_kernel(const __grid_constant__ RowArguments p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const RowBarriers<C> barriers{base + C::kBarriersAt};
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(&p.query);
+    ptx::prefetch_map(&p.gradient);
+    ptx::prefetch_map(&p.key);
+    ptx::prefetch_map(&p.value);
+    barriers.init();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    ptx::give_registers<C::kProducerRegisters>();
+    if (threadIdx.x == 0) RowProducer<C>{p, base, barriers}.run();
+  } else {
+    ptx::take_registers<C::kConsumerRegisters>();
+    RowGradients<C>(p, base, warpgroup - 1).run();
+  }
+}
+
+}  // namespace flash::sm90

@@ -1,0 +1,195 @@
+// sm90/backward_wide.cuh: head dims up to 256, where one warpgroup cannot hold dK and dV of 64 keys. One makes S, P and dV, the other
+// dP, dS and dK; P crosses through shared memory.
+#pragma once
+#include "cuda/sm90/backward_worker.cuh"
+
+namespace flash::sm90 {
+
+// kValues: the warpgroup of dV.
+template <class C, bool kValues>
+struct WideGradients : BackwardWorker<C> {
+  using Worker = BackwardWorker<C>;
+  using T = typename C::T;
+  using Worker::barriers, Worker::base, Worker::gradient, Worker::key, Worker::lane, Worker::p, Worker::query, Worker::release,
+      Worker::warp;
+  static constexpr int kParts = C::kDim / 128;
+
+  BackwardSlot tile;
+  // [64 keys, dim]: dV or dK. ptxas takes no product with 128 accumulators where a thread starts with 128 registers.
+  float sum[kParts][64];
+  float score[C::kRows / 2];           // [64 keys, rows]: S, or dP and dS
+  uint32_t operand[C::kRows / 16][4];  // P, or dS, as A operands
+  uint32_t tile_parity = 0, weight_parity = 0;
+
+  using Worker::Worker;
+
+  // S or dP of the current stages.
+  __device__ __forceinline__ void multiply_first() {
+    // `zero` keeps ptxas from holding the descriptors of all steps, more than there are uniform registers.
+    const uint32_t zero = ptx::uniform(ptx::opaque_zero());
+    const uint64_t a = ptx::describe_matrix(base + (kValues ? C::kKeyAt : C::kValueAt) + zero, 16, 1024);
+    if constexpr (kValues) {
+      this->template multiply<Worker::kLse>(score, a, this->describe_query());
+    } else {
+      this->template multiply<Worker::kDelta>(score, a, this->describe_gradient());
+    }
+  }
+
+  // sum += operand times the columns of the stages before the current ones, as one batch.
+  __device__ __forceinline__ void accumulate_before() {
+    const uint64_t b = kValues ? this->describe_gradient_columns(this->place(gradient.stage_before()))
+                               : this->describe_query_columns(this->place(query.stage_before()));
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        ptx::multiply_async<T, 1>(sum[part], operand[i], b + i * (16 * 128 / 16) + part * (2 * C::kRowPanel / 16));
+    ptx::commit_products();
+  }
+
+  // score = P, and what dS needs of it to the other warpgroup.
+  __device__ __forceinline__ void weigh(int m, const Steps& full) {
+    uint32_t slope[Worker::kSlopes];
+    this->exponentiate(score, slope, tile, ptx::load_shared_volatile(tile.place()), m, full);
+    ptx::wait(barriers.weight_empty(), weight_parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e] = C::kCapped ? slope[4 * i + e] : ptx::pack(score[8 * i + 2 * e], score[8 * i + 2 * e + 1], T());
+      ptx::store_shared(weights_at(i), make_uint4(words[0], words[1], words[2], words[3]));
+    }
+    if constexpr (C::kRests) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 32; ++i) {
+        const float* x = score + 16 * i;
+        ptx::store_shared(weights_at(C::kRows / 16 + i), make_uint4(rests(x), rests(x + 4), rests(x + 8), rests(x + 12)));
+      }
+    }
+    __syncwarp();
+    release(barriers.weight_full());
+    weight_parity ^= 1;
+  }
+  __device__ __forceinline__ uint32_t weights_at(int i) const {
+    return base + C::kWeightAt + i * 2048 + (threadIdx.x & 127) * 16;
+  }
+
+  // score = dS.
+  __device__ __forceinline__ void differentiate() {
+    ptx::wait(barriers.weight_full(), weight_parity);
+    uint4 rest{};
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i) {
+      const uint4 weight = ptx::load_shared_16(weights_at(i));
+      const uint32_t words[4] = {weight.x, weight.y, weight.z, weight.w};
+      if constexpr (C::kRests) {
+        if (i % 2 == 0) rest = ptx::load_shared_16(weights_at(C::kRows / 16 + i / 2));
+        multiply_by(score + 8 * i, words, i % 2 == 0 ? rest.x : rest.z);
+        multiply_by(score + 8 * i + 4, words + 2, i % 2 == 0 ? rest.y : rest.w);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) multiply_by<T>(score + 8 * i + 2 * e, words[e]);
+      }
+    }
+    __syncwarp();
+    release(barriers.weight_empty());
+    weight_parity ^= 1;
+  }
+
+  // operand = P or dS of block m, whose S or dP is in `score` or under way, with dV or dK of the block before behind it.
+  template <bool kFirst>
+  __device__ __forceinline__ void advance(int m, const Steps& full) {
+    ptx::wait_products<kFirst ? 0 : 1>();
+    if constexpr (kValues) {
+      if (!C::kCapped) release(barriers.query_empty(query.stage));
+      weigh(m, full);
+      if (C::kCapped) release(barriers.query_empty(query.stage));
+    } else {
+      release(barriers.gradient_empty(gradient.stage));
+      differentiate();
+    }
+    if (!kFirst) {
+      ptx::pin(score);
+      // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps what is above before the wait for
+      // the sum.
+      if constexpr (kValues) {
+        ptx::wait(barriers.gradient_full(gradient.stage_before()), gradient.parity_before());
+      } else {
+        ptx::wait(barriers.query_full(query.stage_before()), query.parity_before());
+      }
+      ptx::wait_products<0>();
+      release_before();
+    }
+#pragma unroll
+    for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+    if (!kValues) this->store_scores(operand, 0);
+  }
+  // What the sum has read.
+  __device__ __forceinline__ void release_before() {
+    release(kValues ? barriers.gradient_empty(gradient.stage_before()) : barriers.query_empty(query.stage_before()));
+  }
+
+  // dV or dK of block m, whose P or dS is in `operand`; leaves that of the next block, if there is one, there.
+  __device__ __forceinline__ void step(int m, bool last, const Steps& full) {
+    if (kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    query.next();
+    gradient.next();
+    if (last) {
+      ptx::fence_products();
+      accumulate_before();
+      ptx::wait_products<0>();
+      release_before();
+    } else {
+      ptx::wait(barriers.query_full(query.stage), query.parity);
+      if (!kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+      ptx::fence_products();
+      multiply_first();
+      accumulate_before();
+      advance<false>(m + 1, full);
+    }
+  }
+
+  // The blocks of rows of one query head.
+  __device__ __forceinline__ void walk(int m, int last, const Steps& full) {
+    if (m > last) return;
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    if (!kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    ptx::fence_products();
+    multiply_first();
+    advance<true>(m, full);
+#pragma unroll 1
+    for (; m <= last; ++m) step(m, m == last, full);
+  }
+
+  __device__ __forceinline__ void run() {
+    while (this->fetch(tile)) {
+#pragma unroll
+      for (int i = 0; i < C::kDim / 2; ++i) sum[i / 64][i % 64] = 0;
+      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+      const int begin = static_cast<int>(place.x);
+      const int first = this->bound(static_cast<int>(place.z)), last = this->bound(static_cast<int>(place.w));
+      const Steps full =
+          this->bound(unmasked<C::kRows>(p, static_cast<int>(sequence.x), static_cast<int>(sequence.y), begin, begin + 64));
+      ptx::wait(kValues ? barriers.key_full(0) : barriers.value_full(), tile_parity);
+#pragma unroll 1
+      for (int i = 0; i < p.group; ++i) walk(first, last, full);
+      ptx::wait(kValues ? barriers.value_full() : barriers.key_full(0), tile_parity);  // what this one stages its sum in
+      tile_parity ^= 1;
+      ptx::sync_named(3, 384);  // nobody reads K and V any more
+      const uint32_t staging = base + (kValues ? C::kValueAt : C::kKeyAt) + warp * 16 * 128;
+      if (kValues ? p.write_dvalue : p.write_dkey) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          this->stage(sum[part], kValues ? 1.f : p.scale, staging + part * 2 * C::kKeyPanel);
+        this->store_boxes(kValues ? &p.dvalue : &p.dkey, staging, tile, warp * 16);
+      }
+      if (lane == 0) ptx::wait_stores_read<0>();
+      release(kValues ? barriers.value_empty() : barriers.key_empty(0));
+      this->release_work();
+    }
+    if (lane == 0) ptx::wait_stores<0>();
+  }
+};
+
+}  // namespace flash::sm90

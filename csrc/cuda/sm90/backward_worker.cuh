@@ -1,0 +1,223 @@
+// sm90/backward_worker.cuh: what the warpgroups that compute have in common: places in the rings, tiles, weights of scores.
+#pragma once
+#include <type_traits>
+
+#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/backward_config.cuh"
+#include "cuda/sm90/backward_work.cuh"
+#include "problem/softmax.h"
+
+namespace flash::sm90 {
+
+// Two elements of a register as floats.
+__device__ __forceinline__ float2 unpack(uint32_t x, __nv_bfloat16) {
+  return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)};
+}
+__device__ __forceinline__ float2 unpack(uint32_t x, __half) { return __half22float2(reinterpret_cast<const __half2&>(x)); }
+
+// What rounding to 16 bits takes from P, a byte for each of four: dS comes from P as good as in fp32, for a quarter of the registers.
+// bfloat16 is the upper half of a float: the difference to a float is that float's lower half, as a signed number.
+__device__ __forceinline__ uint32_t rests(const float* x) {
+  const uint32_t low = ptx::permute_bytes<0x51>(__float_as_uint(x[0]), __float_as_uint(x[1]));
+  const uint32_t high = ptx::permute_bytes<0x51>(__float_as_uint(x[2]), __float_as_uint(x[3]));
+  return ptx::permute_bytes<0x5410>(low, high);
+}
+// x[0..3] *= the P that `operand` (two registers) and `rest` hold.
+__device__ __forceinline__ void multiply_by(float* x, const uint32_t* operand, uint32_t rest) {
+  const auto exact = [](uint32_t rounded, uint32_t difference) { return __uint_as_float(rounded + difference); };
+  x[0] *= exact(operand[0] << 16, ptx::permute_bytes<0x8804>(rest, 0));
+  x[1] *= exact(operand[0] & 0xFFFF0000u, ptx::permute_bytes<0x9914>(rest, 0));
+  x[2] *= exact(operand[1] << 16, ptx::permute_bytes<0xAA24>(rest, 0));
+  x[3] *= exact(operand[1] & 0xFFFF0000u, ptx::permute_bytes<0xBB34>(rest, 0));
+}
+
+// x[0..1] *= the two elements of `weights`.
+template <class T>
+__device__ __forceinline__ void multiply_by(float* x, uint32_t weights) {
+  const float2 two = unpack(weights, T());
+  x[0] *= two.x;
+  x[1] *= two.y;
+}
+
+template <class C>
+struct BackwardWorker {
+  const BackwardArguments& p;
+  const uint32_t base;
+  const BackwardBarriers<C> barriers;
+  const int warp = (threadIdx.x >> 5) & 3;  // in the warpgroup
+  const int lane = threadIdx.x & 31;
+  Ring<C::kQueries> query;
+  Ring<C::kGradients> gradient;
+  Ring<C::kKeyStages> key;
+  Ring<C::kScores> score_slot;
+  Ring<C::kSlots> slot;
+
+  __device__ __forceinline__ BackwardWorker(const BackwardArguments& p, uint32_t base)
+      : p(p), base(bound(base)), barriers{this->base + C::kBarriersAt} {}
+
+  // A stage for a descriptor; a bound of a loop. See C::kUniform.
+  static __device__ __forceinline__ uint32_t place(int stage) { return C::kUniform ? stage : ptx::uniform(stage); }
+  static __device__ __forceinline__ int bound(int x) { return C::kUniform ? ptx::uniform(x) : x; }
+  static __device__ __forceinline__ Steps bound(const Steps& x) { return {bound(x.first), bound(x.last)}; }
+
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (lane == 0) ptx::arrive(barrier);
+  }
+
+  // The next announced tile; false: there is none. It stays until release_work().
+  __device__ __forceinline__ bool fetch(BackwardSlot& tile) {
+    ptx::wait(barriers.work_full(slot.stage), slot.parity);
+    tile = BackwardSlot{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+    return bound(ptx::load_shared_volatile(tile.index())) < p.tiles;
+  }
+  __device__ __forceinline__ void release_work() {
+    __syncwarp();
+    release(barriers.work_empty(slot.stage));
+    slot.next();
+  }
+
+  // K-major descriptors of a stage's rows.
+  __device__ __forceinline__ uint64_t describe_query() const {
+    return ptx::describe_matrix(base + C::kQueryAt + place(query.stage) * C::kRowBytes, 16, 1024);
+  }
+  __device__ __forceinline__ uint64_t describe_gradient() const {
+    return ptx::describe_matrix(base + C::kGradientAt + place(gradient.stage) * C::kRowBytes, 16, 1024);
+  }
+  // The same as B operands with rows along K.
+  __device__ __forceinline__ uint64_t describe_query_columns(uint32_t stage) const {
+    return ptx::describe_matrix(base + C::kQueryAt + stage * C::kRowBytes, C::kRowPanel, 1024);
+  }
+  __device__ __forceinline__ uint64_t describe_gradient_columns(uint32_t stage) const {
+    return ptx::describe_matrix(base + C::kGradientAt + stage * C::kRowBytes, C::kRowPanel, 1024);
+  }
+  static constexpr int kLse = 0, kDelta = 1, kSlopes = C::kCapped ? C::kRows / 4 : 1;
+  // lse or delta of the rows of a stage of Q.
+  __device__ __forceinline__ uint64_t describe_statistics(int which) const {
+    return ptx::describe_groups(base + C::kStatisticsAt + place(query.stage) * C::kStatisticsBytes + which * 128, 0, 256);
+  }
+
+  // score [64 keys, rows] (+)= statistics of the current stage of Q: one step of a product, against rows of factors.
+  template <int kAccumulate>
+  __device__ __forceinline__ void add_statistics(float (&score)[C::kRows / 2], int which) const {
+    ptx::multiply_async<typename C::T, kAccumulate>(score, ptx::describe_groups(base + C::kOnesAt, 128, 0),
+                                                    describe_statistics(which));
+  }
+
+  // score = a b^T + statistics, as one batch. Without lse where the scores are capped first.
+  template <int kStatistics>
+  __device__ __forceinline__ void multiply(float (&score)[C::kRows / 2], uint64_t a, uint64_t b) const {
+    using T = typename C::T;
+    constexpr bool kAdds = kStatistics == kDelta || !C::kCapped;
+    if constexpr (kAdds) add_statistics<0>(score, kStatistics);
+#pragma unroll
+    for (int i = 0; i < C::kDim / 16; ++i) {  // 16 columns are 32 bytes of a panel's row; descriptors count 16 bytes
+      const uint64_t from = a + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
+      const uint64_t rows = b + (i / 4) * (C::kRowPanel / 16) + (i % 4) * 2;
+      if (i == 0 && !kAdds) {
+        ptx::multiply_async<T, 0>(score, from, rows);
+      } else {
+        ptx::multiply_async<T, 1>(score, from, rows);
+      }
+    }
+    ptx::commit_products();
+  }
+
+  // score = S -> P, all products of this warpgroup done or, where nothing is capped, at least S. slope: of the cap, times P.
+  __device__ __forceinline__ void exponentiate(float (&score)[C::kRows / 2], uint32_t (&slope)[kSlopes], BackwardSlot tile,
+                                               int first_key, int m, const Steps& full) const {
+    if constexpr (C::kCapped) {
+      const float unit = p.cap_scale * 2.f * problem::Softmax<float>::kLog2e;
+#pragma unroll
+      for (int i = 0; i < C::kRows / 4; ++i) {
+        float slopes[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float tanh = fmaf(-2.f, ptx::reciprocal(ptx::exp2(score[2 * i + e] * unit) + 1.f), 1.f);
+          score[2 * i + e] = tanh * p.scale_log2;
+          slopes[e] = fmaf(-tanh, tanh, 1.f);
+        }
+        slope[i] = ptx::pack(slopes[0], slopes[1], __half());  // in [0, 1]: half is finer than bfloat16
+      }
+      ptx::fence_products();
+      add_statistics<1>(score, kLse);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+    }
+    if (!full.contains(m)) mask(score, tile, first_key, m);
+#pragma unroll
+    for (int i = 0; i < C::kRows / 2; ++i) score[i] = ptx::exp2(C::kCapped ? score[i] : score[i] * p.scale_log2);
+    if constexpr (C::kCapped) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 4; ++i) {
+        const float2 slopes = unpack(slope[i], __half());
+        slope[i] = ptx::pack(score[2 * i] * slopes.x, score[2 * i + 1] * slopes.y, typename C::T());
+      }
+    }
+  }
+
+  // -inf where a row does not see a key. key: first of the warpgroup's 64; m: block of rows.
+  __device__ __forceinline__ void mask(float (&score)[C::kRows / 2], BackwardSlot tile, int first, int m) const {
+    const uint4 sequence = ptx::load_shared_16(tile.sequence());
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
+    const int diagonal = p.bottom_right ? keys - rows : 0, row = m * C::kRows + (lane & 3) * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first + warp * 16 + lane / 4 + 8 * r, seen = key - diagonal;
+      const int begin = key < keys ? seen - p.right - row : C::kRows, last = seen + p.left - row;
+#pragma unroll
+      for (int i = 0; i < C::kRows / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * i + e < begin || 8 * i + e > last) score[4 * i + 2 * r + e] = -INFINITY;
+      }
+    }
+  }
+
+  // dS of this warp's 16 keys, as the warpgroup of dQ reads it.
+  __device__ __forceinline__ void store_scores(const uint32_t (&operand)[C::kRows / 16][4], int first_key) {
+    ptx::wait(barriers.score_empty(score_slot.stage), score_slot.parity ^ 1);
+    const uint32_t to = base + C::kScoreAt + score_slot.stage * C::kScoreBytes + (first_key + warp * 16 + (lane & 15)) * 128;
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i)
+      ptx::store_matrices(to + (i / 4) * C::kKeyPanel + (((2 * i & 7) + lane / 16) ^ (lane & 7)) * 16, operand[i]);
+    ptx::fence_async_proxy();
+    __syncwarp();
+    release(barriers.score_full(score_slot.stage));
+    score_slot.next();
+  }
+
+  // 16 keys x kDim of a gradient into shared memory at `to` ([panel][key][128 bytes]), ready for store_boxes().
+  template <int kCount>
+  __device__ __forceinline__ void stage(const float (&sum)[kCount], float factor, uint32_t to) const {
+    using T = typename C::T;
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {  // 16 keys x 16 columns
+      const float* x = sum + j * 8;
+      const uint32_t chunk = ((2 * j & 7) + lane / 16) ^ (lane & 7);
+      ptx::store_matrices(to + (j / 4) * C::kKeyPanel + (lane & 15) * 128 + chunk * 16,
+                          {ptx::pack(x[0] * factor, x[1] * factor, T()), ptx::pack(x[2] * factor, x[3] * factor, T()),
+                           ptx::pack(x[4] * factor, x[5] * factor, T()), ptx::pack(x[6] * factor, x[7] * factor, T())});
+    }
+  }
+
+  // What stage() left at `from` to the keys from `first` of the tile on: a group of this lane's stores.
+  __device__ __forceinline__ void store_boxes(const CUtensorMap* map, uint32_t from, BackwardSlot tile, int first) const {
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+      const int row = static_cast<int>(sequence.z + place.x) + first, wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel)
+        ptx::store_box(map, from + panel * C::kKeyPanel,
+                       {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
+      ptx::commit_stores();
+    }
+  }
+};
+
+}  // namespace flash::sm90
