@@ -1,0 +1,11 @@
+// Backward, 16-bit elements, head dims up to 64, without and with a softcap.
+#include "cuda/sm90/backward_instance.cuh"
+
+namespace flash::sm90 {
+
+template cudaError_t launch_backward<__nv_bfloat16, 0, false>(const BackwardArguments&, unsigned, cudaStream_t);
+template cudaError_t launch_backward<__nv_bfloat16, 3, true>(const BackwardArguments&, unsigned, cudaStream_t);
+template cudaError_t launch_backward<__half, 0, false>(const BackwardArguments&, unsigned, cudaStream_t);
+template cudaError_t launch_backward<__half, 3, true>(const BackwardArguments&, unsigned, cudaStream_t);
+
+}  // namespace flash::sm90
