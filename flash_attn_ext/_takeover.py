@@ -252,7 +252,7 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def sdpa(*, prefer: bool = True) -> Iterator[None]:
-    """activate() inside a `with` block; what was active before is active again after it."""
+    """activate() of torch's SDPA inside a `with` block; what was active before is active again after it."""
     before = current_flash_attention_impl()
     activate(prefer=prefer)
     try:

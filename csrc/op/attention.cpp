@@ -216,10 +216,28 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return out.view_symint(sizes);
 }
 
+OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
+                  bool bottom_right, OptDouble scale, double softcap, OptBool deterministic) {
+  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
+              query.dim(), ", ", key.dim(), " and ", value.dim(),
+              " dimensions: they must be [B, L, H, E], [B, S, Hk, E] and [B, S, Hk, Ev].");
+  const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+  auto [out, lse] =
+      call_forward({q, k, v, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
+                   {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, 0.0, deterministic});
+  return {out.transpose(1, 2), std::move(lse)};
+}
+
 }  // namespace
 }  // namespace flash::op
 
-TORCH_LIBRARY_IMPL(flash, CompositeImplicitAutograd, m) { m.impl("attention", TORCH_FN(flash::op::attention)); }
+TORCH_LIBRARY_IMPL(flash, CompositeImplicitAutograd, m) {
+  m.impl("attention", TORCH_FN(flash::op::attention));
+  m.impl("attention_rows_first", TORCH_FN(flash::op::rows_first));
+}
 
 // vmap decomposes composites of torch itself only; a custom one has to say so.
-TORCH_LIBRARY_IMPL(flash, FuncTorchBatchedDecomposition, m) { m.impl("attention", TORCH_FN(flash::op::attention)); }
+TORCH_LIBRARY_IMPL(flash, FuncTorchBatchedDecomposition, m) {
+  m.impl("attention", TORCH_FN(flash::op::attention));
+  m.impl("attention_rows_first", TORCH_FN(flash::op::rows_first));
+}

@@ -21,6 +21,13 @@ TORCH_LIBRARY(flash, m) {
       "float? scale=None, float softcap=0.0, float dropout_p=0.0, bool? deterministic=None) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 
+  // attention_forward of [B, L, H, E] tensors, without what needs a seed: transposed views around it, made here because they cost the
+  // host less than in Python. Returns out [B, L, H, Ev] and lse [B, H, L].
+  m.def(
+      "attention_rows_first(Tensor query, Tensor key, Tensor value, *, SymInt? window_left=None, SymInt? window_right=None, "
+      "bool bottom_right=False, float? scale=None, float softcap=0.0, bool? deterministic=None) -> (Tensor out, Tensor lse)",
+      {at::Tag::pt2_compliant_tag});
+
   // Gradients of attention_forward from its inputs and outputs alone; out and lse may come from elsewhere (ring attention).
   // output_mask says which of the five are wanted; the others are undefined. dmask has attn_mask's shape.
   m.def(

@@ -26,7 +26,11 @@ def options(
     alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> Options:  # fmt: skip
     """window_size: None or any negative number is an open end."""
-    left, right = (None if end is None or end < 0 else end for end in window_size)
+    left, right = window_size
+    if left is not None and left < 0:
+        left = None
+    if right is not None and right < 0:
+        right = None
     return Options(left, 0 if causal else right, softmax_scale, softcap, alibi_slopes, dropout_p, deterministic or None)
 
 
@@ -45,12 +49,17 @@ def empty_rows_positive(lse: Tensor) -> Tensor:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, o: Options, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[B, L, H, D] -> out [B, L, H, D], lse [B, H, L]."""
+    if o.alibi_slopes is None and o.dropout_p == 0.0:
+        return torch.ops.flash.attention_rows_first(
+            q, k, v, window_left=o.left, window_right=o.right, bottom_right=True, scale=o.scale, softcap=o.softcap,
+            deterministic=o.deterministic,
+        )  # fmt: skip
     if seed is None:
         seed = draw_seed(q, o.dropout_p)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = torch.ops.flash.attention_forward(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, accumulated(o.alibi_slopes, q), None, seed,
-        window_left=o.left, window_right=o.right, bottom_right=True, scale=o.scale, softcap=o.softcap, dropout_p=o.dropout_p,
-        deterministic=o.deterministic,
+        q, k, v, None, accumulated(o.alibi_slopes, q), None, seed, window_left=o.left, window_right=o.right,
+        bottom_right=True, scale=o.scale, softcap=o.softcap, dropout_p=o.dropout_p, deterministic=o.deterministic,
     )  # fmt: skip
     return out.transpose(1, 2), lse
 
