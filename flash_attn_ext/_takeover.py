@@ -241,7 +241,7 @@ def activate(*, prefer: bool = False) -> None:
 
 
 def deactivate() -> None:
-    """Torch's own kernels and order of backends again. Does nothing where activate() is not in force."""
+    """Gives torch its own kernels and order of backends back. Does nothing where activate() is not in force."""
     global _priority
     if current_flash_attention_impl() == NAME:
         restore_flash_attention_impl()

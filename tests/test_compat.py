@@ -114,6 +114,13 @@ def test_dense(rows: int, keys: int, meaning: dict, device: str):
         torch.testing.assert_close((out, lse), (true, true_lse))
 
 
+def test_the_operator_behind_it(device: str):
+    q, k = normal(2, 9, 4, 8, device=device), normal(2, 12, 2, 8, device=device)
+    torch.library.opcheck(torch.ops.flash.attention_rows_first.default, (q, k, k), {"window_right": 0, "bottom_right": True})
+    with pytest.raises(RuntimeError, match="attention_rows_first.*dimensions"):
+        torch.ops.flash.attention_rows_first(q[0], k, k)
+
+
 def test_qkv_packed(device: str):
     qkv = normal(2, 17, 3, 4, 8, device=device)
     true, _ = expected(*qkv.unbind(2), causal=True, window=(-1, -1))
