@@ -242,9 +242,9 @@ def test_compiles_without_a_break():
 
 
 def test_public_names():
-    sections = dict.fromkeys(("attention", "attention_decode", "attention_varlen", "merge"), ["Raises:", "Source:"])
-    sections |= {"explain": ["Raises:", "Arguments"], "activate": ["Args:", "Raises:"]}
-    sections |= dict.fromkeys(("deactivate", "sdpa"), ["activate()"])
+    sections = dict.fromkeys(("attention", "attention_decode", "attention_varlen", "merge"), ("Raises:", "Source:"))
+    sections |= {"explain": ("Raises:", "Arguments"), "activate": ("Args:", "Raises:")}
+    sections |= dict.fromkeys(("deactivate", "sdpa"), ("activate()",))
     assert sorted(flash_attn_ext.__all__) == sorted(sections)
     for name, needed in sections.items():
         assert all(section in getattr(flash_attn_ext, name).__doc__ for section in needed), name
