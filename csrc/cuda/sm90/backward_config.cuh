@@ -42,12 +42,13 @@ struct BackwardConfig {
   static constexpr uint32_t kWeightAt =
       kScoreAt + kScores * kScoreBytes;  // P and its rests between the warpgroups, where kWide
   static constexpr uint32_t kStatisticsAt = kWeightAt + (kWide ? kScoreBytes / 2 * 3 : 0);
-  static constexpr uint32_t kZeroAt = kStatisticsAt + kQueries * kStatisticsBytes;
+  // One group of 8 rows serves all 64 of an operand (stride 0). compute-sanitizer takes the operand for 2048 bytes from here on.
+  static constexpr uint32_t kOnesAt = kStatisticsAt + kQueries * kStatisticsBytes;
+  static constexpr uint32_t kZeroAt = kOnesAt + 256;
   static constexpr uint32_t kZeroBytes = kWide ? 2048 : 8192;  // what one store clears
-  static constexpr uint32_t kOnesAt = kZeroAt + kZeroBytes;
-  static constexpr int kSlots = 3;  // of announced tiles: finished by some, computed, next
+  static constexpr int kSlots = 3;                             // of announced tiles: finished by some, computed, next
   static constexpr uint32_t kWorkBytes = 64;
-  static constexpr uint32_t kWorkAt = kOnesAt + 256;
+  static constexpr uint32_t kWorkAt = kZeroAt + kZeroBytes;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr uint32_t kSharedBytes =
       kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kScores + kSlots) + kSlots + 4);
