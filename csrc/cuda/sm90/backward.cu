@@ -44,8 +44,8 @@ cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, cons
   a->total_rows = main.total_rows;
   a->total_keys = main.total_keys;
   a->batch = main.batch;
-  a->heads = Divide(main.heads);
-  a->group = Divide(main.group);
+  a->heads = common::Divisor(main.heads);
+  a->group = common::Divisor(main.group);
   a->rows = main.rows;
   a->keys = main.keys;
   a->left = main.left;
@@ -55,15 +55,15 @@ cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, cons
   a->scale_log2 = main.scale_log2;
   a->tiles = static_cast<int>(row_gradient_tiles(p));
   const int planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads), row_tiles = a->tiles / planes;
-  a->row_tiles = Divide(row_tiles);
+  a->row_tiles = common::Divisor(row_tiles);
   a->uneven = !p.packed() && p.right < problem::kOpen;
   if (a->uneven) {
     const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
     const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / plane_bytes, 1, planes));
     a->full_sections = planes / section;
-    a->section_tiles = Divide(row_tiles * section);
-    a->section = Divide(section);
-    a->last_section = Divide(std::max(planes % section, 1));
+    a->section_tiles = common::Divisor(row_tiles * section);
+    a->section = common::Divisor(section);
+    a->last_section = common::Divisor(std::max(planes % section, 1));
   }
   a->counter = main.counter;
   return encode_map.error;

@@ -44,8 +44,8 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   arguments.total_rows = static_cast<int>(p.total_rows);
   arguments.total_keys = static_cast<int>(p.total_keys);
   arguments.batch = static_cast<int>(p.batch);
-  arguments.heads = Divide(static_cast<int>(p.heads));
-  arguments.group = Divide(static_cast<int>(p.heads / p.kv_heads));
+  arguments.heads = common::Divisor(p.heads);
+  arguments.group = common::Divisor(p.heads / p.kv_heads);
   arguments.rows = static_cast<int>(p.rows);
   arguments.keys = static_cast<int>(p.keys);
   arguments.left = clamp(p.left);
@@ -58,15 +58,15 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   arguments.tiles = static_cast<int>(forward_tiles(p, plan.variant));
   const int planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads);
   const int row_tiles = arguments.tiles / planes;
-  arguments.row_tiles = Divide(row_tiles);
+  arguments.row_tiles = common::Divisor(row_tiles);
   arguments.uneven = !p.packed() && p.right < problem::kOpen;  // packed sequences are ordered one by one
   if (arguments.uneven) {
     const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
     const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / plane_bytes, 1, planes));
     arguments.full_sections = planes / section;
-    arguments.section_tiles = Divide(row_tiles * section);
-    arguments.section = Divide(section);
-    arguments.last_section = Divide(std::max(planes % section, 1));
+    arguments.section_tiles = common::Divisor(row_tiles * section);
+    arguments.section = common::Divisor(section);
+    arguments.last_section = common::Divisor(std::max(planes % section, 1));
   }
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
   if (p.packed())

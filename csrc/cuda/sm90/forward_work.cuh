@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/common/divisor.h"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/sm90/divide.h"
 
 namespace flash::sm90 {
 
@@ -26,7 +26,7 @@ struct ForwardArguments {
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
   int total_rows, total_keys;
   int batch;
-  Divide heads, group;  // group: query heads per kv head
+  common::Divisor heads, group;  // group: query heads per kv head
   int rows, keys;
   int left, right;  // row i sees keys [i + diagonal - left, i + diagonal + right]; open ends are 2^29
   bool bottom_right;
@@ -36,11 +36,11 @@ struct ForwardArguments {
   // Tiles are numbered section by section: planes (dense batch * heads, packed heads) handed out together, so that their K and V stay
   // in L2, the longest rows of all of them first. uneven false: all tiles are as long, one plane after the other.
   bool uneven;
-  int tiles, full_sections;      // of all planes; sections of full size, before one that may be smaller
-  Divide row_tiles;              // tiles per plane: dense per (batch, head), packed all slots of a head
-  Divide section_tiles;          // row_tiles * section
-  Divide section, last_section;  // planes in a section, in the last one
-  unsigned* counter;             // next tile, finished blocks: zero on entry and on exit
+  int tiles, full_sections;               // of all planes; sections of full size, before one that may be smaller
+  common::Divisor row_tiles;              // tiles per plane: dense per (batch, head), packed all slots of a head
+  common::Divisor section_tiles;          // row_tiles * section
+  common::Divisor section, last_section;  // planes in a section, in the last one
+  unsigned* counter;                      // next tile, finished blocks: zero on entry and on exit
 };
 
 enum class Kind : int { kTile, kDrain, kEnd };  // kDrain: finish what was begun, then more may come
@@ -81,14 +81,14 @@ template <int kRows, int kKeys>
 __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slot slot) {
   int plane, piece;
   if (p.uneven) {
-    const int section = p.section_tiles(index), rest = index - section * p.section_tiles.divisor;
+    const int section = p.section_tiles.divide(index), rest = index - section * p.section_tiles.value();
     const bool full = section < p.full_sections;
-    const int longer = full ? p.section(rest) : p.last_section(rest);
-    piece = p.row_tiles.divisor - 1 - longer;
-    plane = section * p.section.divisor + rest - longer * (full ? p.section.divisor : p.last_section.divisor);
+    const int longer = full ? p.section.divide(rest) : p.last_section.divide(rest);
+    piece = p.row_tiles.value() - 1 - longer;
+    plane = section * p.section.value() + rest - longer * (full ? p.section.value() : p.last_section.value());
   } else {
-    plane = p.row_tiles(index);
-    piece = index - plane * p.row_tiles.divisor;
+    plane = p.row_tiles.divide(index);
+    piece = index - plane * p.row_tiles.value();
   }
   int head = plane, rows = p.rows, keys = p.keys;
   if (p.cu_seqlens_q != nullptr) {
@@ -101,12 +101,12 @@ __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slo
     const int key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
     keys = max(min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, keys), 0);
     ptx::store_shared(slot.sequence(), make_uint4(rows, keys, kWrap - rows, start + rows));
-    ptx::store_shared(slot.source(), make_uint4(p.group(head), kWrap - keys, key_start + keys, kWrap));
+    ptx::store_shared(slot.source(), make_uint4(p.group.divide(head), kWrap - keys, key_start + keys, kWrap));
   } else {
-    const int batch = p.heads(plane);
-    head -= batch * p.heads.divisor;
+    const int batch = p.heads.divide(plane);
+    head -= batch * p.heads.value();
     ptx::store_shared(slot.sequence(), make_uint4(rows, keys, 0, batch));
-    ptx::store_shared(slot.source(), make_uint4(p.group(head), 0, batch, 0));
+    ptx::store_shared(slot.source(), make_uint4(p.group.divide(head), 0, batch, 0));
   }
   // problem::Interval::rows() in 32 bits
   const int row = piece * kRows, diagonal = p.bottom_right ? keys - rows : 0;
