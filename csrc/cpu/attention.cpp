@@ -2,8 +2,6 @@
 #include "cpu/attention.h"
 
 #include <cmath>
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -17,32 +15,6 @@ namespace flash::cpu {
 
 using problem::DType;
 using problem::Problem;
-
-const InstructionSet& chosen() {
-  static const InstructionSet& set = []() -> const InstructionSet& {
-    std::vector<const InstructionSet*> usable{&kPortable};
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-      usable.push_back(&kAvx2);
-      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-          __builtin_cpu_supports("avx512vl"))
-        usable.push_back(&kAvx512);
-    }
-#endif
-    const char* forced = std::getenv("FLASH_ATTN_EXT_ISA");
-    if (forced == nullptr || *forced == 0) return *usable.back();
-    std::string names;
-    for (const InstructionSet* candidate : usable) {
-      if (std::string(forced) == candidate->name) return *candidate;
-      names += std::string(names.empty() ? "" : ", ") + candidate->name;
-    }
-    throw std::runtime_error("FLASH_ATTN_EXT_ISA is '" + std::string(forced) + "': this machine can run " + names + ".");
-  }();
-  return set;
-}
-
-const char* instruction_set() { return chosen().name; }
 
 void fill(const problem::Array& a, DType type, int64_t heads, int64_t rows, int64_t dim) {
   if (a.data == nullptr) return;
@@ -93,7 +65,8 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
   const int64_t real = p.fp64() ? 8 : 4, widest = std::max(p.head_dim, p.value_dim);
   const bool widened = size_of(p.dtype) != real;
   ForwardPlan plan;
-  plan.tiling.keys = widest <= 128 ? 128 : widest <= 256 ? 64 : 32;
+  const bool small = p.rows > 16 && p.rows <= 128;  // time is not the point: shorter running sums round away less
+  plan.tiling.keys = widest <= 128 && !small ? 128 : widest <= 256 ? 64 : 32;
   const int64_t lanes = p.rows * (p.heads / p.kv_heads), heads = p.batch * p.kv_heads;
   // Groups of lanes share what is read of K and V: 8, where queries and sums stay in the second-level cache. Fewer give more tasks;
   // that is free where all of K and V stays there too, and costs widening the more often for half types.

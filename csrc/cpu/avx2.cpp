@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 namespace flash::cpu {
 
-const InstructionSet kAvx2{"avx2", kernels<float>(), kernels<double>()};
+const InstructionSet kAvx2{"avx2", kernels<float>(), kernels<double>(), kernels<float>()};
 
 }  // namespace flash::cpu
 #endif

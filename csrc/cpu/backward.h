@@ -20,7 +20,7 @@ struct BackwardScratch {
   int64_t stride;
 
   BackwardScratch(Arena& arena, const Problem& p, const Tiling& tiling) {
-    const int64_t count = tiling.lanes / kGroup<Real>, dim = padded<Real>(p.head_dim), value_dim = padded<Real>(p.value_dim);
+    const int64_t count = tiling.lanes / kGroup<Real>, dim = spaced<Real>(p.head_dim), value_dim = spaced<Real>(p.value_dim);
     const bool widened = size_of(p.dtype) != sizeof(Real);
     stride = tiling.lanes + kWidth<Real>;  // rows of a power of two would share few cache sets
     groups = arena.take<Group<Real>>(count);
@@ -79,10 +79,21 @@ class Differentiator {
   void step(int i, int64_t from, int64_t to, Rows<Real> keys, Rows<Real> values, Real* tile, Real* gradient, int64_t stride,
             bool chain) {
     const Group<Real>& g = scratch_.groups[i];
-    const Real *lse = scratch_.lse + i * kGroup<Real>, *delta = scratch_.delta + i * kGroup<Real>;
-    const int64_t count = to - from;
+    const int64_t edge = least(most(interval_.common(g.row_begin, g.row_end).last, from), to), count = edge - from;
     scores<Real, NV, false>(keys.data, keys.stride, queries(i), p_.head_dim, tile, stride, count, nullptr);
     scores<Real, NV, false>(values.data, values.stride, douts(i), p_.value_dim, gradient, stride, count, nullptr);
+    edge_scores<Real, NV>(g, interval_, edge, to - edge, keys.data + count * keys.stride, keys.stride, queries(i), p_.head_dim,
+                          tile + count * stride, stride);
+    edge_scores<Real, NV>(g, interval_, edge, to - edge, values.data + count * values.stride, values.stride, douts(i),
+                          p_.value_dim, gradient + count * stride, stride);
+    weigh<NV>(i, from, to, tile, gradient, stride, 1, chain);
+  }
+
+  // The same from query . key times query_factor and dO . value over gradient_scale.
+  template <int NV>
+  void weigh(int i, int64_t from, int64_t to, Real* tile, Real* gradient, int64_t stride, Real gradient_scale, bool chain) {
+    const Group<Real>& g = scratch_.groups[i];
+    const Real *lse = scratch_.lse + i * kGroup<Real>, *delta = scratch_.delta + i * kGroup<Real>;
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     const auto careful = [&](int64_t begin, int64_t end) {
       if (begin >= end) return;
@@ -91,7 +102,7 @@ class Differentiator {
       Real *p = tile + (begin - from) * stride, *ds = gradient + (begin - from) * stride;
       adjust<Real>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
                    begin < all.first || end > all.last, end - begin, p, stride, scratch_.slope);
-      differentiate<Real, NV, false>(rules_.scale, end - begin, p, ds, stride, lse, delta,
+      differentiate<Real, NV, false>(rules_.scale, gradient_scale, end - begin, p, ds, stride, lse, delta,
                                      rules_.dropped ? scratch_.keep : nullptr,
                                      chain && p_.softcap > 0 ? scratch_.slope : nullptr);
     };
@@ -99,7 +110,7 @@ class Differentiator {
     const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
     careful(from, full);
     if (full < full_end)
-      differentiate<Real, NV, true>(rules_.scale, full_end - full, tile + (full - from) * stride,
+      differentiate<Real, NV, true>(rules_.scale, gradient_scale, full_end - full, tile + (full - from) * stride,
                                     gradient + (full - from) * stride, stride, lse, delta, nullptr, nullptr);
     careful(full_end, to);
   }
@@ -114,13 +125,15 @@ class Differentiator {
 };
 
 template <class Real>
-class Backward : Differentiator<Real> {
+class Backward : protected Differentiator<Real> {
+ protected:
   using Base = Differentiator<Real>;
   using Base::p_, Base::s_, Base::tiling_, Base::rules_, Base::interval_, Base::scratch_, Base::least, Base::most;
 
  public:
   Backward(const BackwardTask& task, const Tiling& tiling, void* memory)
       : Base(*task.problem, task.sequence, tiling, memory), task_(task), heads_(p_.heads / p_.kv_heads) {}
+  virtual ~Backward() = default;
 
   void run() {
     for (const Range& rows : task_.rows)
@@ -128,7 +141,7 @@ class Backward : Differentiator<Real> {
         lanes(lane, least(lane + tiling_.lanes, rows.end * heads_));
   }
 
- private:
+ protected:
   void lanes(int64_t begin, int64_t end) {
     lanes_ = end - begin;
     count_ = 0;
@@ -137,7 +150,7 @@ class Backward : Differentiator<Real> {
       scratch_.started[count_] = false;
       this->load_statistics(count_, static_cast<Real>(p_.scale), static_cast<const Real*>(task_.delta));
     }
-    with_real_type<Real>(p_.dtype, [&](auto tag) { load_rows<decltype(tag)>(); });
+    load();
     first_row_ = scratch_.groups[0].row_begin;
     first_lane_ = begin;
     const problem::Span seen = interval_.rows(first_row_, scratch_.groups[count_ - 1].row_end);
@@ -152,9 +165,12 @@ class Backward : Differentiator<Real> {
   }
 
   // Query and dO, natural for the sums over lanes and packed for the sums over dims.
+  virtual void load() {
+    with_real_type<Real>(p_.dtype, [&](auto tag) { load_rows<decltype(tag)>(); });
+  }
   template <class T>
   void load_rows() {
-    const int64_t dim = padded<Real>(p_.head_dim), value_dim = padded<Real>(p_.value_dim);
+    const int64_t dim = spaced<Real>(p_.head_dim), value_dim = spaced<Real>(p_.value_dim);
     for (int i = 0; i < count_; ++i) {
       const Group<Real>& g = scratch_.groups[i];
       T *query[kGroup<Real>], *dout[kGroup<Real>];
@@ -164,8 +180,8 @@ class Backward : Differentiator<Real> {
       for (int lane = 0; lane < kGroup<Real>; ++lane) {
         const int64_t at = i * kGroup<Real> + (lane < g.lanes ? lane : g.lanes - 1);
         if (lane < g.lanes) {
-          widen_row(query[lane], p_.head_dim, scratch_.natural_queries + at * dim, dim);
-          widen_row(dout[lane], p_.value_dim, scratch_.natural_douts + at * value_dim, value_dim);
+          widen_row(query[lane], p_.head_dim, scratch_.natural_queries + at * dim, padded<Real>(p_.head_dim));
+          widen_row(dout[lane], p_.value_dim, scratch_.natural_douts + at * value_dim, padded<Real>(p_.value_dim));
         }
         natural_query[lane] = scratch_.natural_queries + at * dim;
         natural_dout[lane] = scratch_.natural_douts + at * value_dim;
@@ -177,7 +193,7 @@ class Backward : Differentiator<Real> {
 
   Real* dqueries(int i) { return scratch_.dqueries + i * kGroup<Real> * p_.head_dim; }
 
-  void block(int64_t begin, int64_t end) {
+  virtual void block(int64_t begin, int64_t end) {
     const int64_t count = end - begin, stride = scratch_.stride;
     const Rows<Real> keys =
         real_rows(p_.dtype, p_.key, s_.batch, task_.kv_head, s_.key + begin, count, p_.head_dim, scratch_.keys);
@@ -203,7 +219,8 @@ class Backward : Differentiator<Real> {
       });
       scratch_.started[i] = true;
     }
-    if (task_.dkey || task_.dvalue) sum_over_lanes(begin, end);
+    if (task_.dkey || task_.dvalue)
+      each_strip<12>(begin, end, [&](int64_t first, int64_t last, Range seen) { sum_strip(begin, first, last, seen); });
   }
 
   void clear(Real* tile, Real* gradient, int64_t begin, int64_t end) {
@@ -213,32 +230,43 @@ class Backward : Differentiator<Real> {
     }
   }
 
-  // dV and dK of keys [begin, end): each strip of keys takes the lanes that see some of it; equal neighbours go together.
-  void sum_over_lanes(int64_t begin, int64_t end) {
-    constexpr int64_t kStrip = 12;
+  // f(first key, last key, lanes) over [begin, end): each strip of keys takes the lanes that see some of it; equal neighbours go
+  // together.
+  template <int64_t kStrip, class F>
+  void each_strip(int64_t begin, int64_t end, const F& f) {
     Range taken{0, 0};
     int64_t start = begin;
+    const auto flush = [&](int64_t stop) {
+      if (start < stop && taken.begin < taken.end) f(start, stop, taken);
+    };
     for (int64_t key = begin; key < end; key += kStrip) {
       const problem::Span rows = interval_.viewers(key, least(key + kStrip, end), s_.rows);
       const Range range{most(rows.first * heads_ - first_lane_, 0), least(rows.last * heads_ - first_lane_, lanes_)};
       if (key > begin && range.begin == taken.begin && range.end == taken.end) continue;
-      sum_strip(begin, start, key, taken);
+      flush(key);
       start = key;
       taken = range;
     }
-    sum_strip(begin, start, end, taken);
+    flush(end);
   }
+  // dV and dK of keys [begin, end).
   void sum_strip(int64_t block, int64_t begin, int64_t end, Range lanes) {
-    if (begin >= end || lanes.begin >= lanes.end) return;
-    const int64_t dim = padded<Real>(p_.head_dim), value_dim = padded<Real>(p_.value_dim), stride = scratch_.stride;
-    const int64_t at = (begin - block) * stride + lanes.begin, count = lanes.end - lanes.begin;
+    // In fp32 what a running sum rounds away grows with its length and shows where few rows are summed.
+    const int64_t addends = p_.dtype != DType::kFloat32 || s_.rows >= 768 ? lanes_ : s_.rows >= 192 ? 64 : 32;
+    for (int64_t lane = lanes.begin; lane < lanes.end; lane += addends)
+      sum_lanes(begin - block, begin, end, {lane, least(lane + addends, lanes.end)});
+  }
+  void sum_lanes(int64_t row, int64_t begin, int64_t end, Range lanes) {
+    const int64_t dim = spaced<Real>(p_.head_dim), value_dim = spaced<Real>(p_.value_dim), stride = scratch_.stride;
+    const int64_t at = row * stride + lanes.begin, count = lanes.end - lanes.begin;
     if (task_.dvalue)
       accumulate_rows(scratch_.tile + at, stride, scratch_.natural_douts + lanes.begin * value_dim, value_dim, count,
                       static_cast<Real*>(task_.dvalue) + begin * task_.dvalue_stride, task_.dvalue_stride, end - begin,
-                      value_dim);
+                      padded<Real>(p_.value_dim));
     if (task_.dkey)
       accumulate_rows(scratch_.gradient + at, stride, scratch_.natural_queries + lanes.begin * dim, dim, count,
-                      static_cast<Real*>(task_.dkey) + begin * task_.dkey_stride, task_.dkey_stride, end - begin, dim);
+                      static_cast<Real*>(task_.dkey) + begin * task_.dkey_stride, task_.dkey_stride, end - begin,
+                      padded<Real>(p_.head_dim));
   }
 
   template <class T>

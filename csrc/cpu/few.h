@@ -28,15 +28,19 @@ FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, in
     for (int i = 0; i < W; ++i) rows[i] = keys + (j + i < count ? j + i : count - 1) * key_stride;
     for (int lane = 0; lane < lanes; ++lane) {
       const Real* q = queries + lane * query_stride;
-      Vector<Real> acc[W] = {};
-      int64_t d = 0;
-      for (; d + W <= dim; d += W) {
-        const Vector<Real> x = load(q + d);
+      Vector<Real> acc[W];
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) acc[i] = fma(load<Real>(rows[i] + d), x, acc[i]);
+      for (int i = 0; i < W; ++i) {  // row after row, which is the order that caches look ahead in
+        Vector<Real> sum[2] = {};
+        int64_t d = 0;
+        for (; d + 2 * W <= dim; d += 2 * W) {
+          sum[0] = fma(load<Real>(rows[i] + d), load(q + d), sum[0]);
+          sum[1] = fma(load<Real>(rows[i] + d + W), load(q + d + W), sum[1]);
+        }
+        for (; d + W <= dim; d += W) sum[0] = fma(load<Real>(rows[i] + d), load(q + d), sum[0]);
+        if (d < dim) sum[0] = fma(load_part<Real>(rows[i] + d, static_cast<int>(dim - d)), load(q + d), sum[0]);
+        acc[i] = sum[0] + sum[1];
       }
-      if (d < dim)
-        for (int i = 0; i < W; ++i) acc[i] = fma(load_part<Real>(rows[i] + d, static_cast<int>(dim - d)), load(q + d), acc[i]);
       transpose<Real>(acc);
 #pragma GCC unroll 4
       for (int half = W / 2; half > 0; half /= 2)

@@ -24,6 +24,11 @@ template <class Real>
 int64_t padded(int64_t dim) {
   return (dim + kWidth<Real> - 1) / kWidth<Real> * kWidth<Real>;
 }
+// The distance of rows that a product walks down: a cache line more, or rows of a power of two would share few cache sets.
+template <class Real>
+int64_t spaced(int64_t dim) {
+  return padded<Real>(dim) + kAlign / static_cast<int64_t>(sizeof(Real));
+}
 
 // Rows of K or V as Real numbers: in place where they are, else widened into `buffer` once for all lane groups.
 template <class Real>
@@ -99,26 +104,35 @@ class Forward {
         few_(task.lane_end - task.lane_begin <= kFew) {}
 
   void run() {
+    start();
+    with_real_type<Real>(p_.dtype, [&](auto tag) { load_queries<decltype(tag)>(); });
+    each_block([&](int64_t begin, int64_t end) { block(begin, end); });
+    end();
+  }
+
+ protected:
+  void start() {
     const int64_t heads = p_.heads / p_.kv_heads;
     for (int64_t lane = task_.lane_begin; lane < task_.lane_end; lane += kGroup<Real>, ++count_)
       fill_group(scratch_.groups[count_], p_, s_, task_.kv_head, heads, lane, least(lane + kGroup<Real>, task_.lane_end));
-    with_real_type<Real>(p_.dtype, [&](auto tag) { load_queries<decltype(tag)>(); });
     for (int64_t i = 0; i < count_ * kGroup<Real>; ++i) {
       scratch_.largest[i] = -std::numeric_limits<Real>::infinity();
       scratch_.total[i] = 0;
     }
     for (int i = 0; i < count_; ++i) scratch_.started[i] = false;
-
+  }
+  template <class F>
+  void each_block(const F& f) {
     const problem::Span seen = interval_.rows(scratch_.groups[0].row_begin, scratch_.groups[count_ - 1].row_end);
     const int64_t first = most(seen.first, task_.key_begin), last = least(seen.last, task_.key_end);
-    for (int64_t key = first; key < last; key += tiling_.keys) block(key, least(key + tiling_.keys, last));
-
+    for (int64_t key = first; key < last; key += tiling_.keys) f(key, least(key + tiling_.keys, last));
+  }
+  void end() {
     with_real_type<Real>(p_.dtype, [&](auto tag) {
       for (int i = 0; i < count_; ++i) finish<decltype(tag)>(i);
     });
   }
 
- private:
   static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
   static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -189,8 +203,8 @@ class Forward {
       const auto edge = [&](int64_t begin, int64_t end) {
         if (begin >= end) return;
         Real* at = tile + (begin - from) * kGroup<Real>;
-        scores<Real, NV, false>(keys.data + (begin - from) * keys.stride, keys.stride, queries(i), p_.head_dim, at,
-                                kGroup<Real>, end - begin, nullptr);
+        edge_scores<Real, NV>(g, interval_, begin, end - begin, keys.data + (begin - from) * keys.stride, keys.stride,
+                              queries(i), p_.head_dim, at, kGroup<Real>);
         adjust<Real>(rules_, g, Bounds<Real>(g, interval_, begin, end - begin), nullptr, true, end - begin, at, kGroup<Real>,
                      nullptr);
         take_largest(g.vectors, end - begin, at, now);

@@ -74,12 +74,13 @@ struct Kernels {
 
 struct InstructionSet {
   const char* name;
-  Kernels fp32, fp64;
+  Kernels fp32, fp64, bf16;  // fp32 takes fp16 too
 };
 
 extern const InstructionSet kPortable;
 #if defined(__x86_64__)
 extern const InstructionSet kAvx2, kAvx512;
+extern const Kernels kAmxBf16;
 #endif
 
 const InstructionSet& chosen();

@@ -3,6 +3,6 @@
 
 namespace flash::cpu {
 
-const InstructionSet kPortable{"portable", kernels<float>(), kernels<double>()};
+const InstructionSet kPortable{"portable", kernels<float>(), kernels<double>(), kernels<float>()};
 
 }  // namespace flash::cpu

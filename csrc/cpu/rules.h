@@ -87,5 +87,22 @@ struct Bounds {
   }
 };
 
+// scores() of keys that the earlier rows of a causal group do not see: only for the vectors of lanes in which some row does. What is
+// left out is masked later.
+template <class Real, int NV>
+void edge_scores(const Group<Real>& g, const problem::Interval& interval, int64_t key, int64_t count, const Real* keys,
+                 int64_t key_stride, const Real* queries, int64_t dim, Real* tile, int64_t tile_stride) {
+  constexpr int W = kWidth<Real>;
+  for (int64_t j = 0; j < count; j += W) {
+    int first = 0;
+    while (first < NV - 1 && interval.row(g.row[(first + 1) * W - 1]).last <= key + j) ++first;
+    with_vectors(NV - first, [&](auto vectors) {
+      scores<Real, decltype(vectors)::value, false>(keys + j * key_stride, key_stride, queries + first * W, dim,
+                                                    tile + j * tile_stride + first * W, tile_stride,
+                                                    count - j < W ? count - j : W, nullptr);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace flash::cpu

@@ -48,7 +48,10 @@ void longest_first(std::vector<Task>& tasks, const Cost& cost) {
   if (!std::is_sorted(tasks.begin(), tasks.end(), longer)) std::stable_sort(tasks.begin(), tasks.end(), longer);
 }
 
-inline const Kernels& kernels_for(const problem::Problem& p) { return p.fp64() ? chosen().fp64 : chosen().fp32; }
+inline const Kernels& kernels_for(const problem::Problem& p) {
+  const InstructionSet& set = chosen();
+  return p.fp64() ? set.fp64 : p.dtype == problem::DType::kBFloat16 ? set.bf16 : set.fp32;
+}
 
 // Rows of packed arrays that belong to no sequence.
 void fill(const problem::Array& a, problem::DType type, int64_t heads, int64_t rows, int64_t dim);

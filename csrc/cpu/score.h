@@ -42,12 +42,13 @@ FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, 
   return moved;
 }
 
-// Backward. In: tile = final scores over `scale`, gradient = d loss / d P. Out: tile = P after dropout, gradient = that of the score,
+// Backward. In: tile = final scores over `scale`, gradient = d loss / d P over `gradient_scale`, as delta is not. Out: tile = P after dropout, gradient = that of the score,
 // times slope (softcap's, or null), 0 where masked. lse: +inf for rows that saw nothing. kPlain: nothing is masked, dropped, capped.
-// P = exp(score - lse), not 2^(log2 units): the difference is small where P matters, and so is its rounding error.
+// P = exp(score - lse), not 2^(log2 units): the difference is small where P matters, and so is its rounding error. The score is rounded
+// first, as lse was: where one key is all that a row sees, P is exactly 1.
 template <class Real, int NV, bool kPlain>
-FLASH_STAGE void differentiate(Real scale, int64_t keys, Real* tile, Real* gradient, int64_t stride, const Real* lse,
-                               const Real* delta, const Real* keep, const Real* slope) {
+FLASH_STAGE void differentiate(Real scale, Real gradient_scale, int64_t keys, Real* tile, Real* gradient, int64_t stride,
+                               const Real* lse, const Real* delta, const Real* keep, const Real* slope) {
   const Vector<Real> masked = set(-std::numeric_limits<Real>::infinity());
   for (int v = 0; v < NV; ++v) {
     const int at = v * kWidth<Real>;
@@ -57,20 +58,20 @@ FLASH_STAGE void differentiate(Real scale, int64_t keys, Real* tile, Real* gradi
       Real *p = tile + j * stride + at, *ds = gradient + j * stride + at;
       Vector<Real> x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = fma(load(p + i * stride), set(scale), -l);
+      for (int i = 0; i < N; ++i) x[i] = rounded(load(p + i * stride) * set(scale)) - l;
       exp<Real, N>(x);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         Vector<Real> dp = load(ds + i * stride), kept = x[i];
         if constexpr (kPlain) {
-          store(ds + i * stride, x[i] * (dp - d));
+          store(ds + i * stride, x[i] * fma(dp, set(gradient_scale), -d));
         } else {
           const int64_t other = (j + i) * kGroup<Real> + at;
           if (keep) {
             kept *= load(keep + other);
             dp *= load(keep + other);
           }
-          Vector<Real> result = x[i] * (dp - d);
+          Vector<Real> result = x[i] * fma(dp, set(gradient_scale), -d);
           if (slope) result *= load(slope + other);
           store(ds + i * stride, load(p + i * stride) == masked ? Vector<Real>{} : result);
         }

@@ -76,7 +76,19 @@ FLASH_STAGE void scores(const Real* keys, int64_t key_stride, const Real* querie
   by_rows<kRows[NV]>(0, rows, [&](auto count, int64_t row) FLASH_LAMBDA {
     constexpr int R = decltype(count)::value;
     Vector<Real> acc[R][NV];
-    product<Real, NV, R>(keys + row * key_stride, key_stride, queries, kGroup<Real>, dim, acc);
+    const Real* a = keys + row * key_stride;
+    const int64_t addends = dim <= 128 ? dim : 64;  // the rounding error of a running sum grows with its length
+    product<Real, NV, R>(a, key_stride, queries, kGroup<Real>, addends, acc);
+    for (int64_t k = addends; k < dim; k += addends) {
+      Vector<Real> before[R][NV];
+      std::memcpy(before, acc, sizeof(acc));
+      product<Real, NV, R>(a + k, key_stride, queries + k * kGroup<Real>, kGroup<Real>, dim - k < addends ? dim - k : addends,
+                           acc);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) acc[r][v] += before[r][v];
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

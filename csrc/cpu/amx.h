@@ -1,0 +1,190 @@
+// cpu/amx.h: products of bf16 matrices on the tile registers of AMX, and the layouts they read. A register holds 16 rows of 64 bytes;
+// one instruction adds the product of 16 rows of 32 numbers with 16 rows of 16 pairs to 16 x 16 sums in fp32.
+#pragma once
+#include "cpu/tile.h"
+
+namespace flash::cpu {
+namespace {
+
+constexpr int kPanel = 32;  // numbers of the inner dimension that one instruction takes: 64 bytes
+
+using Word = Types<float>::Unsigned;  // a pair of bf16 numbers per element
+
+constexpr int64_t panels(int64_t count) { return (count + kPanel - 1) / kPanel * kPanel; }
+
+// Pairs of numbers rounded to bf16, to nearest even.
+FLASH_INLINE Word pair(Vector<float> low, Vector<float> high) {
+  Word interleave;
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < 16; ++i) interleave[i] = i | (i + 16) << 16;
+  return (Word)_mm512_permutexvar_epi16((__m512i)interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+FLASH_INLINE Word load_bits(const BFloat16* p) {
+  Types<float>::Half half;
+  std::memcpy(&half, p, sizeof(half));
+  return __builtin_convertvector(half, Word);
+}
+FLASH_INLINE void store_word(BFloat16* p, Word x) { std::memcpy(p, &x, sizeof(x)); }
+
+// ---- layouts ------------------------------------------------------------------------------------------------------------------
+// A row of pairs has `stride` numbers for every pair of rows of the inner dimension: to[k / 2][column][k % 2].
+
+// Columns are rows of `from`: queries become lanes. to[k / 2][lane][k % 2] = rows[lane][k]; dim is a multiple of 32.
+FLASH_STAGE void pair_columns(const BFloat16* const* rows, int64_t dim, int vectors, int64_t stride, BFloat16* to) {
+  constexpr int W = kWidth<float>;
+  for (int v = 0; v < vectors; ++v, rows += W, to += 2 * W)
+    for (int64_t d = 0; d < dim; d += 2 * W) {
+      Vector<float> r[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) std::memcpy(&r[i], rows[i] + d, sizeof(r[i]));
+      transpose<float>(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) std::memcpy(to + (d / 2 + i) * stride, &r[i], sizeof(r[i]));
+    }
+}
+
+// to[k / 2][d][k % 2] = rows[k][d] for k in [0, count), zero up to `padded` rows, an even number; dim is a multiple of 16.
+FLASH_STAGE void pair_rows(const BFloat16* const* rows, int64_t count, int64_t padded, int64_t dim, BFloat16* to) {
+  constexpr int W = kWidth<float>;
+  for (int64_t k = 0; k < padded; k += 2, to += 2 * dim)
+    for (int64_t d = 0; d < dim; d += W) {
+      Word x{};
+      if (k < count) x = load_bits(rows[k] + d);
+      if (k + 1 < count) x |= load_bits(rows[k + 1] + d) << 16;
+      store_word(to + 2 * d, x);
+    }
+}
+
+// The transpose in panels: to[k / 32][d][k % 32] = from[k][d] for k in [0, count), zero up to the next multiple of 32.
+FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to) {
+  constexpr int W = kWidth<float>;
+  for (int64_t k = 0; k < count; k += kPanel, to += kPanel * dim)
+    for (int64_t d = 0; d < dim; d += W) {
+      Vector<float> r[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        const int64_t row = k + 2 * i;
+        Word x{};
+        if (row < count) x = load_bits(from + row * stride + d);
+        if (row + 1 < count) x |= load_bits(from + (row + 1) * stride + d) << 16;
+        r[i] = (Vector<float>)x;
+      }
+      transpose<float>(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) std::memcpy(to + (d + i) * kPanel, &r[i], sizeof(r[i]));
+    }
+}
+
+// A tile of fp32 rows becomes rows of pairs in its own memory, zero up to the next multiple of 32 rows.
+FLASH_STAGE void pair_tile(float* tile, int64_t stride, int64_t rows, int vectors) {
+  constexpr int W = kWidth<float>;
+  for (int64_t j = 0; j < panels(rows); j += 2)
+    for (int at = 0; at < vectors * W; at += W) {
+      const float* from = tile + j * stride + at;
+      const Word x = pair(j < rows ? load(from) : Vector<float>{}, j + 1 < rows ? load(from + stride) : Vector<float>{});
+      std::memcpy(tile + j / 2 * stride + at, &x, sizeof(x));
+    }
+}
+
+// Rows of `vectors` vectors rounded to bf16.
+FLASH_STAGE void round_rows(const float* from, int64_t stride, int64_t rows, int vectors, BFloat16* to, int64_t to_stride) {
+  constexpr int W = kWidth<float>;
+  for (int64_t j = 0; j < rows; ++j, from += stride, to += to_stride)
+    for (int at = 0; at < vectors * W; at += W) {
+      const auto half = _mm512_cvtneps_pbh(load(from + at));
+      std::memcpy(to + at, &half, sizeof(half));
+    }
+}
+
+// ---- the product ----------------------------------------------------------------------------------------------------------------
+// What a tile register is set to hold.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit constexpr TileConfig(
+      int height) {  // registers 0 to 5 hold sums and 6 a left factor of `height` rows, 7 a right factor
+    for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = static_cast<uint8_t>(i < 7 ? height : 16);
+  }
+};
+
+FLASH_INLINE void set_registers(const TileConfig& config) {
+  __asm__ volatile("" : : "r"(&config) : "memory");  // compilers believe that the instruction reads 8 bytes
+  _tile_loadconfig(&config);
+}
+
+// A left factor: rows of numbers, cut into panels of the inner dimension.
+struct Left {
+  const BFloat16* data;
+  int64_t row, panel;  // strides in numbers
+};
+
+// Sums of S strips of 16 rows (one: as many as the registers are set to) and V vectors of columns over `inner` numbers.
+template <int S, int V, bool kAdd>
+FLASH_INLINE void multiply_strips(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, float* c, int64_t c_stride) {
+  constexpr int W = kWidth<float>;
+  const int64_t c_bytes = c_stride * 4, a_bytes = a.row * 2, b_bytes = pair_stride * 2;
+  float* next = c + 16 * c_stride;
+  if constexpr (kAdd) {
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (V > 1) _tile_loadd(1, c + W, c_bytes);
+    if constexpr (V > 2) _tile_loadd(2, c + 2 * W, c_bytes);
+    if constexpr (S > 1) _tile_loadd(3, next, c_bytes);
+    if constexpr (S > 1 && V > 1) _tile_loadd(4, next + W, c_bytes);
+    if constexpr (S > 1 && V > 2) _tile_loadd(5, next + 2 * W, c_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (V > 1) _tile_zero(1);
+    if constexpr (V > 2) _tile_zero(2);
+    if constexpr (S > 1) _tile_zero(3);
+    if constexpr (S > 1 && V > 1) _tile_zero(4);
+    if constexpr (S > 1 && V > 2) _tile_zero(5);
+  }
+  for (int64_t k = 0; k < inner; k += kPanel, a.data += a.panel, b += kPanel / 2 * pair_stride) {
+    _tile_loadd(6, a.data, a_bytes);
+    _tile_loadd(7, b, b_bytes);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (V > 1) _tile_loadd(7, b + 2 * W, b_bytes);
+    if constexpr (V > 1) _tile_dpbf16ps(1, 6, 7);
+    if constexpr (V > 2) _tile_loadd(7, b + 4 * W, b_bytes);
+    if constexpr (V > 2) _tile_dpbf16ps(2, 6, 7);
+    if constexpr (S > 1) {  // back from the right factor that is still there
+      _tile_loadd(6, a.data + 16 * a.row, a_bytes);
+      if constexpr (V > 2) _tile_dpbf16ps(5, 6, 7);
+      if constexpr (V > 2) _tile_loadd(7, b + 2 * W, b_bytes);
+      if constexpr (V > 1) _tile_dpbf16ps(4, 6, 7);
+      if constexpr (V > 1) _tile_loadd(7, b, b_bytes);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+  }
+  _tile_stored(0, c, c_bytes);
+  if constexpr (V > 1) _tile_stored(1, c + W, c_bytes);
+  if constexpr (V > 2) _tile_stored(2, c + 2 * W, c_bytes);
+  if constexpr (S > 1) _tile_stored(3, next, c_bytes);
+  if constexpr (S > 1 && V > 1) _tile_stored(4, next + W, c_bytes);
+  if constexpr (S > 1 && V > 2) _tile_stored(5, next + 2 * W, c_bytes);
+}
+
+// c[row][column] = (kAdd: what is there +) sum over k of a[row][k] * b[k / 2][column][k % 2], for V vectors of columns.
+template <int V, bool kAdd>
+FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, float* c, int64_t c_stride,
+                          int64_t rows) {
+  static constexpr TileConfig kWhole(16);
+  int64_t row = 0;
+  const auto left = [&] { return Left{a.data + row * a.row, a.row, a.panel}; };
+  if (rows >= 16) set_registers(kWhole);
+  for (; row + 32 <= rows; row += 32) multiply_strips<2, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+  if (row + 16 <= rows) {
+    multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+    row += 16;
+  }
+  if (row < rows) {
+    const TileConfig rest(static_cast<int>(rows - row));
+    set_registers(rest);
+    multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+  }
+}
+
+}  // namespace
+}  // namespace flash::cpu
