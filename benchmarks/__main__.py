@@ -25,6 +25,7 @@ SUITES = {
     "memory": "peak extra memory over the length",
     "cpu": "forward and backward on the CPU",
     "features": "what a feature costs beside dense attention",
+    "errors": "errors against fp64 of the output and of each gradient",
     "traffic": "bytes to and from HBM over the length, counted by ncu",
 }
 RESULTS = Path(__file__).parent / "results"

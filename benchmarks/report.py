@@ -135,6 +135,15 @@ def features(rows: list[Row]) -> Iterable[str]:
     )  # fmt: skip
 
 
+def errors(rows: list[Row]) -> Iterable[str]:
+    yield "root mean square of the error against fp64, relative to the root mean square of what is exact"
+
+    def key(row: Row) -> tuple[str, ...]:
+        return row["dtype"], row["head_dim"], kind(row), row["rows"], row["of"]
+
+    yield beside([row for row in rows if not row["refused"]], key, "rms", ("dtype", "D", "mask", "S", "of"), "lowest")
+
+
 def traffic(rows: list[Row]) -> Iterable[str]:
     yield "bytes to and from HBM"
     total = [{**row, "bytes": str(int(row["bytes_read"]) + int(row["bytes_written"]))} for row in rows]
@@ -156,7 +165,7 @@ def cpu(rows: list[Row]) -> Iterable[str]:
 
 TABLES: dict[str, Callable[[list[Row]], Iterable[str]]] = {
     "train": train, "decode": decode, "host": host, "memory": memory, "features": features, "traffic": traffic,
-    "cpu": cpu,
+    "cpu": cpu, "errors": errors,
 }  # fmt: skip
 
 

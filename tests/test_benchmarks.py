@@ -19,6 +19,7 @@ SUITES = {
     "decode": "--dtypes fp32 --shrink 2048",
     "host": "--dtype fp32 --calls 3",
     "memory": "--dtypes fp32 --heads 2 --head-dim 16 --lengths 64 128",
+    "errors": "--dtypes fp32 bf16 --head-dims 16 --lengths 40",
 }
 
 

@@ -28,11 +28,13 @@ PEAK_SOURCE = """
 typedef float vector __attribute__((vector_size(BYTES)));
 float run(long rounds) {  /* 12 sums that do not depend on each other: 2 units times a latency of 4 or 5 */
   vector sum[12], a = {0.5f}, b = {0.5f};
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) sum[i] = a;
   for (long r = 0; r < rounds; ++r)
 #pragma GCC unroll 12
     for (int i = 0; i < 12; ++i) { sum[i] = sum[i] * a + b; __asm__("" : "+" CLASS(sum[i])); }
   float total = 0;
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) total += sum[i][0];
   return total;
 }
@@ -79,13 +81,13 @@ def instruction_set() -> str:
     import flash_attn_ext
 
     line = flash_attn_ext.explain(*(torch.zeros(1, 1, 1, 8) for _ in range(3)))
-    return next((name for name in ("avx512", "avx2", "portable") if name in line), "")
+    return next((name for name in ("amx", "avx512", "avx2", "portable") if name in line), "")
 
 
 def fma_peak() -> float:
     """GFLOP/s of one core on independent multiply-adds as wide as the library's; 0 without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    width = {"avx512": 64, "avx2": 32}.get(instruction_set(), 16)
+    width = {"amx": 64, "avx512": 64, "avx2": 32}.get(instruction_set(), 16)
     if compiler is None or os.uname().machine != "x86_64":
         return 0.0
     flags = {64: ["-mavx512f", "-mfma"], 32: ["-mavx2", "-mfma"], 16: []}[width]
@@ -188,7 +190,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ours_gflops": f"{rate['ours']:.2f}", "torch_gflops": f"{rate['torch']:.2f}",
             "ratio": f"{rate['ours'] / rate['torch']:.3f}" if rate["torch"] else "",
             "ratio_of_minima": f"{min(calls['torch'].seconds) / min(calls['ours'].seconds):.3f}",
-            "bar": bar.avx512 if isa == "avx512" else bar.avx2,
+            "bar": bar.avx512 if isa in ("amx", "avx512") else bar.avx2,
             "percent_of_peak": f"{100 * rate['ours'] / (peak * threads):.1f}" if peak else "",
             "ours_error": errors["ours"], "torch_error": errors["torch"], "calls": len(calls["ours"].seconds),
         }  # fmt: skip
