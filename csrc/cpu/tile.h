@@ -66,10 +66,12 @@ FLASH_INLINE void product(const Real* a, int64_t lda, const Real* b, int64_t ldb
   }
 }
 
-// tile[row][lane] = sum over k of keys[row][k] * queries[k][lane]; kMax: largest[lane] takes in the new scores.
-template <class Real, int NV, bool kMax>
-FLASH_STAGE void scores(const Real* keys, int64_t key_stride, const Real* queries, int64_t dim, Real* tile, int64_t tile_stride,
-                        int64_t rows, Real* largest) {
+// tile[row][lane] = sum over k of keys[row][k] * queries[k][lane]; kMax: largest[lane] takes in the new scores. kLong: in several running
+// sums, as the rounding error of one grows with its length.
+template <class Real, int NV, bool kMax, bool kLong>
+FLASH_STAGE void scores_of(const Real* keys, int64_t key_stride, const Real* queries, int64_t dim, Real* tile,
+                           int64_t tile_stride, int64_t rows, Real* largest) {
+  constexpr int64_t kAddends = 64;
   Vector<Real> top[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) top[v] = kMax ? load(largest + v * kWidth<Real>) : Vector<Real>{};
@@ -77,17 +79,18 @@ FLASH_STAGE void scores(const Real* keys, int64_t key_stride, const Real* querie
     constexpr int R = decltype(count)::value;
     Vector<Real> acc[R][NV];
     const Real* a = keys + row * key_stride;
-    const int64_t addends = dim <= 128 ? dim : 64;  // the rounding error of a running sum grows with its length
-    product<Real, NV, R>(a, key_stride, queries, kGroup<Real>, addends, acc);
-    for (int64_t k = addends; k < dim; k += addends) {
-      Vector<Real> before[R][NV];
-      std::memcpy(before, acc, sizeof(acc));
-      product<Real, NV, R>(a + k, key_stride, queries + k * kGroup<Real>, kGroup<Real>, dim - k < addends ? dim - k : addends,
-                           acc);
+    product<Real, NV, R>(a, key_stride, queries, kGroup<Real>, kLong ? kAddends : dim, acc);
+    if constexpr (kLong) {
+      for (int64_t k = kAddends; k < dim; k += kAddends) {
+        Vector<Real> before[R][NV];
+        std::memcpy(before, acc, sizeof(acc));
+        product<Real, NV, R>(a + k, key_stride, queries + k * kGroup<Real>, kGroup<Real>,
+                             dim - k < kAddends ? dim - k : kAddends, acc);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) acc[r][v] += before[r][v];
+          for (int v = 0; v < NV; ++v) acc[r][v] += before[r][v];
+      }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -99,6 +102,15 @@ FLASH_STAGE void scores(const Real* keys, int64_t key_stride, const Real* querie
   });
 #pragma GCC unroll 4
   for (int v = 0; kMax && v < NV; ++v) store(largest + v * kWidth<Real>, top[v]);
+}
+template <class Real, int NV, bool kMax>
+FLASH_INLINE void scores(const Real* keys, int64_t key_stride, const Real* queries, int64_t dim, Real* tile,
+                         int64_t tile_stride, int64_t rows, Real* largest) {
+  if (dim <= 128) {
+    scores_of<Real, NV, kMax, false>(keys, key_stride, queries, dim, tile, tile_stride, rows, largest);
+  } else {
+    scores_of<Real, NV, kMax, true>(keys, key_stride, queries, dim, tile, tile_stride, rows, largest);
+  }
 }
 
 enum class Into { kReplace, kAdd, kRescale };

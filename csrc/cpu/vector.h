@@ -232,7 +232,7 @@ struct Exp2<float> {
                          kMagic = 0x1.8p23f + 127;  // adding kMagic rounds to an integer in the low bits
   static constexpr int kMantissa = 23;
   // 2^f - 1 over f for |f| <= 1/2, minimax with the constant of 2^f pinned to 1: 2^0 is exactly 1. One degree less would be off by
-  // 1.1e-7, which the gradients show.
+  // 1.1e-7, which gradients show.
   static constexpr float kTerms[] = {0x1.41fbbcp-13f, 0x1.5f3e54p-10f, 0x1.3b2d4cp-7f,
                                      0x1.c6aee8p-5f,  0x1.ebfbdcp-3f,  0x1.62e430p-1f};
 };
