@@ -20,28 +20,24 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
 
   const Segment s = Segment::find<kVariant>(a);
   if (s.idle) return;
-  const int warp = threadIdx.x >> 5, first = s.chunk + warp;
-  constexpr int kAhead = kTile.stages * kTile.warps;  // chunks under way
+  const int warp = threadIdx.x >> 5;
   Ring<kVariant> ring(a, s, ptx::shared_address(shared));
+  int chunk = s.chunk + warp;
+#pragma unroll 1
+  for (int i = 0; i < kTile.stages; ++i) ring.issue(chunk + i * kTile.warps);
+
   const Finish<T, kVariant> finish{a, s, sums, states};
   const Ending<T, kVariant> ending{finish, rest};
+  ending.announce();
+
   Warp<T, kVariant> lanes(a, s);
-  // One copy of the code fills the ring and refills it: what runs once is paid for by its size.
 #pragma unroll 1
-  for (int fetched = first;; fetched += kTile.warps) {
-    const int chunk = fetched - kAhead;
-    if (chunk >= first) {
-      if (chunk >= s.chunk_end) break;
-      ptx::wait_copies<kTile.stages - 1>();
-      __syncwarp();
-      lanes.step(a, s, ring.stage, chunk * kTile.keys);
-      __syncwarp();
-    }
-    ring.issue(fetched);
-    if (fetched == first + kAhead - kTile.warps) {
-      ending.announce();
-      lanes.load_query(a, s);
-    }
+  for (; chunk < s.chunk_end; chunk += kTile.warps) {
+    ptx::wait_copies<kTile.stages - 1>();
+    __syncwarp();
+    lanes.step(a, s, ring.stage, chunk * kTile.keys);
+    __syncwarp();
+    ring.issue(chunk + kTile.stages * kTile.warps);
   }
   lanes.store(sums + warp * kTile.lanes * (kTile.bucket + 4), states + warp * kTile.lanes);
   __syncthreads();

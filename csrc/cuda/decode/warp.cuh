@@ -27,25 +27,6 @@ struct Warp {
 
   __device__ __forceinline__ Warp(const Arguments& a, const Segment& s) {
     const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int mine = s.first_lane + min(n * 8 + (lane & 3) * 2 + e, s.lanes - 1);
-        row[n][e] = a.by_group.quotient(mine);
-        max[n][e] = -INFINITY;
-        sum[n][e] = 0;
-      }
-#pragma unroll
-      for (int d = 0; d < kD; ++d)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[n][d][e] = 0;
-    }
-  }
-
-  // Before the first step.
-  __device__ __forceinline__ void load_query(const Arguments& a, const Segment& s) {
-    const int lane = threadIdx.x & 31;
     const T* base = static_cast<const T*>(a.query) + s.batch * a.query_strides.batch + (lane & 3) * 2;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -61,14 +42,20 @@ struct Warp {
           const bool in = column < s.lanes && offset < a.head_dim;
           query[n][d][half] = in ? __ldg(reinterpret_cast<const uint32_t*>(from + offset)) : 0;
         }
-      if (a.alibi_slopes != nullptr) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int mine = s.first_lane + min(n * 8 + (lane & 3) * 2 + e, s.lanes - 1);
-          const float* slopes = a.alibi_slopes + s.batch * a.alibi_batch + s.kv_head * a.group;
-          slope[n][e] = __ldg(slopes + mine - row[n][e] * a.group) * common::kLog2e;
-        }
+      for (int e = 0; e < 2; ++e) {
+        const int mine = s.first_lane + min(n * 8 + (lane & 3) * 2 + e, s.lanes - 1);
+        row[n][e] = a.by_group.quotient(mine);
+        if (a.alibi_slopes != nullptr)
+          slope[n][e] = __ldg(a.alibi_slopes + s.batch * a.alibi_batch + s.kv_head * a.group + mine - row[n][e] * a.group) *
+                        common::kLog2e;
+        max[n][e] = -INFINITY;
+        sum[n][e] = 0;
       }
+#pragma unroll
+      for (int d = 0; d < kD; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][d][e] = 0;
     }
   }
 
