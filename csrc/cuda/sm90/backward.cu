@@ -4,6 +4,7 @@
 #include "cuda/sm90/backward.h"
 #include "cuda/sm90/backward_launch.cuh"
 #include "cuda/sm90/counters.h"
+#include "cuda/sm90/forward_arguments.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace flash::sm90 {
@@ -13,8 +14,6 @@ using problem::Gradients;
 using problem::Problem;
 
 constexpr int64_t kSectionBytes = 40 << 20;  // Q, dO and dQ of the heads that are worked on at the same time stay in L2
-
-int clamp(int64_t end) { return static_cast<int>(std::min<int64_t>(std::max<int64_t>(end, -(1 << 29)), 1 << 29)); }
 
 struct Encoder {
   const Problem& p;
@@ -35,36 +34,10 @@ cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, cons
   encode_map(&a->key, p.key, p.head_dim, true, kRowGradientKeys);
   encode_map(&a->value, p.value, p.value_dim, true, kRowGradientKeys);
   encode_map(&a->out, g.dquery, p.head_dim, false, 16);
-  a->lse = static_cast<float*>(p.lse);
+  set_row_work(a, p, row_gradient_tiles(p), kSectionBytes);
   a->delta = static_cast<const float*>(g.delta);
-  a->lse_batch = p.lse_batch;
-  a->lse_head = p.lse_head;
-  a->cu_seqlens_q = main.cu_seqlens_q;
-  a->cu_seqlens_k = main.cu_seqlens_k;
-  a->total_rows = main.total_rows;
-  a->total_keys = main.total_keys;
-  a->batch = main.batch;
-  a->heads = common::Divisor(main.heads);
-  a->group = common::Divisor(main.group);
-  a->rows = main.rows;
-  a->keys = main.keys;
-  a->left = main.left;
-  a->right = main.right;
-  a->bottom_right = main.bottom_right;
   a->scale = main.scale;
   a->scale_log2 = main.scale_log2;
-  a->tiles = static_cast<int>(row_gradient_tiles(p));
-  const int planes = static_cast<int>(p.packed() ? p.heads : p.batch * p.heads), row_tiles = a->tiles / planes;
-  a->row_tiles = common::Divisor(row_tiles);
-  a->uneven = !p.packed() && p.right < problem::kOpen;
-  if (a->uneven) {
-    const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
-    const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / plane_bytes, 1, planes));
-    a->full_sections = planes / section;
-    a->section_tiles = common::Divisor(row_tiles * section);
-    a->section = common::Divisor(section);
-    a->last_section = common::Divisor(std::max(planes % section, 1));
-  }
   a->counter = main.counter;
   return encode_map.error;
 }
