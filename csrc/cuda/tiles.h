@@ -198,8 +198,8 @@ constexpr int64_t backward_shared_bytes(const BackwardTile& t) {
   if (t.body == BackwardBody::kScalar) return 0;
   const bool tf32 = t.body == BackwardBody::kTf32;
   const int64_t row = tf32 ? t.bucket * 4 + 16 : t.bucket * 2;
-  const int64_t weights = tf32 ? t.rows * (t.keys * 4 + 16) : t.keys * t.rows * 2 * (t.sharing > 1 ? 2 : 1);
-  const int64_t owner = tf32 || t.plain ? 0 : kSharedBlockBytes;
+  const int64_t weights = tf32 ? t.rows * (t.keys * 4 + t.warps * 16) : t.keys * t.rows * 2 * (t.sharing > 1 ? 2 : 1);
+  const int64_t owner = t.plain ? 0 : kSharedBlockBytes;
   return 2 * t.keys * row + t.stages * (2 * t.rows * row + 8 * t.rows) + weights + owner;
 }
 

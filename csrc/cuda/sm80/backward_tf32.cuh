@@ -12,7 +12,7 @@
 #include "cuda/sm80/backward_block.cuh"
 #include "cuda/sm80/backward_score.cuh"
 #include "cuda/tile/multiply.cuh"
-#include "cuda/tile/tf32.cuh"
+#include "cuda/tile/multiply_tf32.cuh"
 #include "cuda/tiles.h"
 
 namespace flash::sm80 {
@@ -37,26 +37,39 @@ template <class Config>
 class Tf32Gradients {
   static constexpr bool kOfKeys = Config::kOfKeys;
   static constexpr int kDim = Config::kDim, kLines = Config::kLines, kColumns = Config::kColumns, kThreads = Config::kThreads;
+  static constexpr int kUnrolled = 2;
   static constexpr int kI = kLines / Config::kWarps / 16, kJ = kColumns / 8, kSlabs = kDim / 32;  // slabs of 32 head dims
   using Layout = tile::Padded<kDim>;         // lines and columns, [., kDim]
-  using ScoreLayout = tile::Padded<kLines>;  // dS [kColumns rows, kLines keys], for dQ
+  // A warp's dS [kColumns rows, its keys], for dQ; before, its P or dS as A operands, [k8 step][lane] of 16 bytes.
+  using ScoreLayout = tile::Padded<kI * 16>;
   using LineLoader = tile::Loader<Layout, kLines, kThreads>;
   using ColumnLoader = tile::Loader<Layout, kColumns, kThreads>;
+  using Columns = LineStream<ColumnLoader, Layout, kColumns, false>;
   using Scores = float[kI][kJ][4];
   using Sums = float[kI][kSlabs * 4][4];  // [i][4 d + q][2 half + f]: column 32 d + 4 (2 (lane % 4) + f) + q
 
   // Shared memory: lines (K, V or Q, dO), columns (Q, dO or K, V); of keys also dS and lse2, delta of the columns.
   static constexpr int kLineBytes = Layout::bytes(kLines), kColumnBytes = Layout::bytes(kColumns);
   static constexpr int kColumnAt = 2 * kLineBytes, kScoreAt = kColumnAt + 2 * kColumnBytes;
-  static constexpr int kStatisticsAt = kScoreAt + (kOfKeys ? ScoreLayout::bytes(kColumns) : 0);
-  static_assert(Config::kSharedBytes == kStatisticsAt + (kOfKeys ? 8 * kColumns : 0));
+  static constexpr int kStatisticsAt = kScoreAt + (kOfKeys ? Config::kWarps * ScoreLayout::bytes(kColumns) : 0);
+  static constexpr int kOwnerAt = kStatisticsAt + 8 * kColumns;
+  static_assert(Config::kSharedBytes == (kOfKeys ? kOwnerAt + cuda::kSharedBlockBytes : kStatisticsAt));
+  static_assert(sizeof(Owner) <= cuda::kSharedBlockBytes);
 
  public:
   static __device__ __forceinline__ void run(const BackwardCall& call) {
     extern __shared__ __align__(1024) uint8_t memory[];
     const Owner owner = Owner::find<!kOfKeys, kLines>(call);
     if (owner.count <= 0) return;
-    Tf32Gradients(call, owner, ptx::shared_address(memory)).walk();
+    const uint32_t shared = ptx::shared_address(memory);
+    if constexpr (kOfKeys) {  // sums fill the registers: the loop reads the owner again from shared memory
+      Owner& kept = *reinterpret_cast<Owner*>(memory + kOwnerAt);
+      if (threadIdx.x == 0) kept = owner;
+      __syncthreads();
+      Tf32Gradients(call, kept, shared).walk();
+    } else {
+      Tf32Gradients(call, owner, shared).walk();
+    }
   }
 
  private:
@@ -68,7 +81,6 @@ class Tf32Gradients {
         lane_(threadIdx.x & 31),
         warp_(threadIdx.x >> 5),
         first_line_(warp_ * kI * 16),
-        dropout_(call.problem.dropout_p > 0 ? problem::dropout(call.problem.seed, call.problem.dropout_p) : problem::Dropout{}),
         sLines_(Layout::address(shared, first_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_))),
         sColumns_(Layout::address(shared + kColumnAt, tile::column_block_row(lane_), tile::column_block_chunk(lane_))),
         sPairs_(Layout::address(shared + kColumnAt, tile::lane_column(lane_), tile::lane_line(lane_))) {}
@@ -80,39 +92,62 @@ class Tf32Gradients {
     if constexpr (!kOfKeys) load_statistics();
     tile::clear(rFirst_);
     if constexpr (kOfKeys) tile::clear(rSecond_);
-    const problem::Array &first = kOfKeys ? p.query : p.key, &second = kOfKeys ? g.dout : p.value;
-    const int64_t lines = kOfKeys ? owner_.sequence.rows : owner_.sequence.keys,
-                  start = kOfKeys ? owner_.sequence.row : owner_.sequence.key;
-    Columns firsts(first.row, lines, p.head_dim, call_.load_bytes), seconds(second.row, lines, p.value_dim, call_.load_bytes);
-    firsts.clear(shared_ + kColumnAt, 1);
-    seconds.clear(shared_ + kColumnAt + kColumnBytes, 1);
-    const uint32_t to = shared_ + kColumnAt, to_lane = Layout::address(to, ColumnLoader::row(), ColumnLoader::chunk());
+    for (const int operand : {0, 1}) columns(operand).clear(shared_ + kColumnAt + operand * kColumnBytes, 1);
+    const int steps = walk_.count() * (kOfKeys ? static_cast<int>(call_.group) : 1);
+    int tile = walk_.first;
+    int64_t head = kOfKeys ? owner_.head * call_.group : owner_.head;
+    if (steps > 0) fetch(tile, head);
+    ptx::commit_copies();
 #pragma unroll 1
-    for (int64_t h = 0; h < (kOfKeys ? call_.group : 1); ++h) {
-      const int64_t head = kOfKeys ? owner_.head * call_.group + h : owner_.head,
-                    walked = kOfKeys ? head : call_.by_group.divide(head);
-      firsts.begin(first.data, problem::offset(first, owner_.batch, walked, start), walk_.first);
-      seconds.begin(second.data, problem::offset(second, owner_.batch, walked, start), walk_.first);
-#pragma unroll 1
-      for (int tile = walk_.first; tile <= walk_.last; ++tile) {
-        __syncthreads();  // everybody is done with the previous tile
-        firsts.fetch(tile, to, to_lane);
-        seconds.fetch(tile, to + kColumnBytes, to_lane + kColumnBytes);
-        if constexpr (kOfKeys) fetch_statistics(tile, head);
-        ptx::commit_copies();
-        ptx::wait_copies<0>();
-        __syncthreads();
-        step(tile, head);
+    for (int left = steps; left > 0; --left) {
+      ptx::wait_copies<0>();
+      __syncthreads();
+      step(tile, head);
+      __syncthreads();  // everybody is done with the columns: the next ones travel while dQ is added up
+      const int done = tile;
+      const int64_t done_head = head;
+      if (tile++ == walk_.last) {
+        tile = walk_.first;
+        ++head;
       }
+      if (left > 1) fetch(tile, head);
+      ptx::commit_copies();
+      if constexpr (kOfKeys)
+        if (call_.sum_dquery) add_query_gradient(done, done_head);
     }
-    ptx::commit_copies();  // nothing was walked over: copies of the lines may still be under way
-    ptx::wait_copies<0>();
+    ptx::wait_copies<0>();  // nothing was walked over: copies of the lines may still be under way
     if constexpr (kOfKeys) {
       store(g.dkey, rFirst_, call_.modifiers.scale, owner_.sequence.key, p.head_dim);
       store(g.dvalue, rSecond_, 1.f, owner_.sequence.key, p.value_dim);
     } else {
       store(g.dquery, rFirst_, call_.modifiers.scale, owner_.sequence.row, p.head_dim);
     }
+  }
+
+  // What is walked over: of keys 0 Q, 1 dO; of rows 0 K, 1 V.
+  __device__ __forceinline__ const problem::Array& walked(int operand) const {
+    const problem::Problem& p = call_.problem;
+    return kOfKeys ? operand == 0 ? p.query : call_.gradients.dout : operand == 0 ? p.key : p.value;
+  }
+  __device__ __forceinline__ Columns columns(int operand) const {
+    const problem::Problem& p = call_.problem;
+    return Columns(walked(operand).row, kOfKeys ? owner_.sequence.rows : owner_.sequence.keys,
+                   operand == 0 ? p.head_dim : p.value_dim, call_.load_bytes);
+  }
+
+  // A tile of both, addressed anew: nothing of it stays in registers while it is multiplied.
+  __device__ __forceinline__ void fetch(int tile, int64_t head) const {
+    const uint32_t to = shared_ + kColumnAt, to_lane = Layout::address(to, ColumnLoader::row(), ColumnLoader::chunk());
+    const int64_t start = kOfKeys ? owner_.sequence.row : owner_.sequence.key,
+                  plane = kOfKeys ? head : call_.by_group.divide(head);
+#pragma unroll
+    for (int operand = 0; operand < 2; ++operand) {
+      const problem::Array& a = walked(operand);
+      Columns stream = columns(operand);
+      stream.begin(a.data, problem::offset(a, owner_.batch, plane, start), tile);
+      stream.fetch(tile, to + operand * kColumnBytes, to_lane + operand * kColumnBytes);
+    }
+    if constexpr (kOfKeys) fetch_statistics(tile, head);
   }
 
   // The block's own lines, once.
@@ -154,7 +189,9 @@ class Tf32Gradients {
     multiply(rGradient, sLines_ + kLineBytes, sColumns_ + kColumnBytes);
     const int64_t column = int64_t{tile} * kColumns;
     const common::Place at(kOfKeys ? column : owner_.first, kOfKeys ? owner_.first : column, first_line_, 0, lane_);
-    const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout_, owner_.batch, head, !walk_.full(tile), lane_};
+    const problem::Problem& p = call_.problem;
+    const problem::Dropout dropout = p.dropout_p > 0 ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};
+    const ScoreContext context{call_, owner_.sequence, owner_.interval, dropout, owner_.batch, head, !walk_.full(tile), lane_};
     weigh_general<kOfKeys, float>(rScore, rGradient, context, at, [&](int i, int j, int half) {
       if constexpr (kOfKeys) {
         const uint32_t sStatistics = shared_ + kStatisticsAt + (j * 8 + tile::lane_column(lane_)) * 4;
@@ -165,14 +202,13 @@ class Tf32Gradients {
       }
     });
     if constexpr (kOfKeys) {
-      if (call_.sum_dquery) {
-        store_score(rScore);
-        __syncthreads();
-        add_query_gradient(tile, head);
-      }
+      accumulate_stored(rSecond_, rGradient, sPairs_ + kColumnBytes);
+      accumulate_stored(rFirst_, rScore, sPairs_);
+      __syncwarp();
+      if (call_.sum_dquery) store_score(rScore);
+    } else {
+      accumulate<kJ>(rFirst_, sPairs_, [&](int k, int i) { return tile::operand(rScore[i][k]); });
     }
-    accumulate(rFirst_, rScore, sPairs_);
-    if constexpr (kOfKeys) accumulate(rSecond_, rGradient, sPairs_ + kColumnBytes);
   }
 
   using Terms = tile::Terms;
@@ -215,37 +251,21 @@ class Tf32Gradients {
         for (int e = 0; e < 4; ++e) r[i][j][e] += rSmall[i][j][e];
   }
 
-  // rFresh [lines, 32 head dims] += a [lines, 8] times two rows per lane of a walked tile.
-  template <int kLineBlocks>
-  static __device__ __forceinline__ void multiply_slab(float (&rFresh)[kLineBlocks][4][4], const Terms (&a)[kLineBlocks],
-                                                       uint32_t sRow) {
-    const Terms even = tile::split(ptx::load_shared_16(sRow)), odd = tile::split(ptx::load_shared_16(sRow + Layout::kRowBytes));
-#pragma unroll
-    for (int q = 0; q < 4; ++q)
-#pragma unroll
-      for (int i = 0; i < kLineBlocks; ++i) {
-        ptx::mma_tf32(rFresh[i][q], a[i].low, even.high[q], odd.high[q]);
-        ptx::mma_tf32(rFresh[i][q], a[i].high, even.low[q], odd.low[q]);
-        ptx::mma_tf32(rFresh[i][q], a[i].high, even.high[q], odd.high[q]);
-      }
-  }
-
-  // rSum [lines, kDim] += rWeight [lines, columns] times the walked tile.
-  static __device__ __forceinline__ void accumulate(Sums& rSum, const Scores& rWeight, uint32_t sPairs) {
-    Terms rLine[kJ][kI];
-#pragma unroll
-    for (int k = 0; k < kJ; ++k)
-#pragma unroll
-      for (int i = 0; i < kI; ++i) {
-        const float (&w)[4] = rWeight[i][k];
-        rLine[k][i] = tile::split({__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]), __float_as_uint(w[3])});
-      }
+  // rSum [lines, kDim] += weights [lines, columns] times the walked tile. find(k, i): the weights of a k8 step as an A operand.
+  // kUnroll: of k8 steps; where sums fill the registers, ptxas orders many steps into chains of dependent products.
+  template <int kUnroll, class Find>
+  static __device__ __forceinline__ void accumulate(Sums& rSum, uint32_t sPairs, Find find) {
 #pragma unroll
     for (int d = 0; d < kSlabs; ++d) {
       float rFresh[kI][4][4];
       tile::clear(rFresh);
+#pragma unroll kUnroll
+      for (int k = 0; k < kJ; ++k) {
+        Terms rLine[kI];
 #pragma unroll
-      for (int k = 0; k < kJ; ++k) multiply_slab<kI>(rFresh, rLine[k], sPairs + k * 8 * Layout::kRowBytes + d * 128);
+        for (int i = 0; i < kI; ++i) rLine[i] = tile::split(find(k, i));
+        tile::multiply_rows<Layout, true>(rFresh, rLine, sPairs + k * 8 * Layout::kRowBytes + d * 128);
+      }
 #pragma unroll
       for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -253,6 +273,20 @@ class Tf32Gradients {
 #pragma unroll
           for (int e = 0; e < 4; ++e) rSum[i][d * 4 + q][e] += rFresh[i][q][e];
     }
+  }
+
+  // Of keys: the weights wait in shared memory, where only this thread reads them.
+  __device__ __forceinline__ uint32_t own_score() const {
+    return shared_ + kScoreAt + warp_ * ScoreLayout::bytes(kColumns);
+  }
+  __device__ __forceinline__ void accumulate_stored(Sums& rSum, const Scores& rWeight, uint32_t sPairs) const {
+    const uint32_t sOwn = own_score() + lane_ * 16;
+    static_assert(kI * kJ * 512 <= ScoreLayout::bytes(kColumns));
+#pragma unroll
+    for (int k = 0; k < kJ; ++k)
+#pragma unroll
+      for (int i = 0; i < kI; ++i) ptx::store_shared(sOwn + (k * kI + i) * 512, tile::operand(rWeight[i][k]));
+    accumulate<kUnrolled>(rSum, sPairs, [&](int k, int i) { return ptx::load_shared_16(sOwn + (k * kI + i) * 512); });
   }
 
   // dS^T to shared memory as dS [rows, keys]; inside 8 keys, key 2t goes to place t and 2t + 1 to t + 4: the permutation of k.
@@ -265,7 +299,7 @@ class Tf32Gradients {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = j * 8 + tile::lane_column(lane_) + e % 2;
-          const uint32_t to = ScoreLayout::address(shared_ + kScoreAt, row, 0) + (first_line_ + i * 16 + e / 2 * 8 + place) * 4;
+          const uint32_t to = ScoreLayout::address(own_score(), row, 0) + (i * 16 + e / 2 * 8 + place) * 4;
           ptx::store_shared(to, __float_as_uint(rScore[i][j][e]));
         }
   }
@@ -275,6 +309,7 @@ class Tf32Gradients {
     constexpr int kRowWarps = Config::kWarps / kSlabs, kRowBlocks = kColumns / 16 / kRowWarps;
     static_assert(Config::kWarps % kSlabs == 0 && kColumns / 16 % kRowWarps == 0);
     const int slab = warp_ % kSlabs, first_row = warp_ / kSlabs * kRowBlocks * 16;
+    constexpr int kWarpSteps = kI * 2;  // k8 steps over the keys of a warp
     const uint32_t sScore =
         ScoreLayout::address(shared_ + kScoreAt, first_row + tile::row_block_row(lane_), tile::row_block_chunk(lane_));
     const uint32_t sKey = Layout::address(shared_, tile::lane_column(lane_), tile::lane_line(lane_)) + slab * 128;
@@ -286,10 +321,11 @@ class Tf32Gradients {
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
         uint32_t x[4];
-        ptx::load_matrices(x, ScoreLayout::columns(sScore, k) + i * 16 * ScoreLayout::kRowBytes);
+        ptx::load_matrices(x, ScoreLayout::columns(sScore, k % kWarpSteps) + k / kWarpSteps * ScoreLayout::bytes(kColumns) +
+                                  i * 16 * ScoreLayout::kRowBytes);
         rLine[i] = tile::split(x);
       }
-      multiply_slab<kRowBlocks>(rSum, rLine, sKey + k * 8 * Layout::kRowBytes);
+      tile::multiply_rows<Layout, true>(rSum, rLine, sKey + k * 8 * Layout::kRowBytes);
     }
     const problem::Array& dq = call_.gradients.dquery;
     const float scale = call_.modifiers.scale;
@@ -353,14 +389,11 @@ class Tf32Gradients {
       }
   }
 
-  using Columns = LineStream<ColumnLoader, Layout, kColumns, false>;
-
   const BackwardCall& call_;
-  const Owner owner_;
+  const std::conditional_t<kOfKeys, const Owner&, Owner> owner_;
   const Walk walk_;
   const uint32_t shared_;
   const int lane_, warp_, first_line_;  // first_line_: this warp's, in the tile
-  const problem::Dropout dropout_;
   // Lane addresses: the first line operand and the first walked tile for ldmatrix; the walked tile for 16-byte reads of two rows.
   const uint32_t sLines_, sColumns_, sPairs_;
   float rLse2_[kI][2], rDelta_[kI][2];  // of rows

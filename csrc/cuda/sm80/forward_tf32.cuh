@@ -9,8 +9,8 @@
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/multiply.cuh"
+#include "cuda/tile/multiply_tf32.cuh"
 #include "cuda/tile/reduce.cuh"
-#include "cuda/tile/tf32.cuh"
 #include "cuda/tiles.h"
 
 namespace flash::sm80 {
@@ -101,24 +101,8 @@ struct ForwardTf32 {
       for (int k = 0; k < kKeys / 8; ++k) {
         Terms rP[kBlocks];
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          const float (&p)[4] = rProbability[i][k];
-          rP[i] =
-              tile::split<kThree>({__float_as_uint(p[0]), __float_as_uint(p[2]), __float_as_uint(p[1]), __float_as_uint(p[3])});
-        }
-        const uint4 even = ptx::load_shared_16(value_tile + k * 8 * Layout::kRowBytes + d * 128);
-        const uint4 odd = ptx::load_shared_16(value_tile + (k * 8 + 1) * Layout::kRowBytes + d * 128);
-        const Terms v0 = tile::split<kThree>(even), v1 = tile::split<kThree>(odd);
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-          for (int i = 0; i < kBlocks; ++i) {
-            if constexpr (kThree) {
-              ptx::mma_tf32(rFresh[i][q], rP[i].low, v0.high[q], v1.high[q]);
-              ptx::mma_tf32(rFresh[i][q], rP[i].high, v0.low[q], v1.low[q]);
-            }
-            ptx::mma_tf32(rFresh[i][q], rP[i].high, v0.high[q], v1.high[q]);
-          }
+        for (int i = 0; i < kBlocks; ++i) rP[i] = tile::split<kThree>(tile::operand(rProbability[i][k]));
+        tile::multiply_rows<Layout, kThree>(rFresh, rP, value_tile + k * 8 * Layout::kRowBytes + d * 128);
       }
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i)
