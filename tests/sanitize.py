@@ -1,12 +1,13 @@
 """A small grid of calls that touches every kernel and feature, to be run under compute-sanitizer; checks no numbers.
 
-    python tests/sanitize.py                              each tool in turn, about a minute each; exit status 1 on a finding
-    python tests/sanitize.py --tools racecheck --seconds 120
+    python tests/sanitize.py                              each tool in turn; exit status 1 on a finding
+    python tests/sanitize.py --tools racecheck --seconds 120 --shards 16
     python tests/sanitize.py --only decode                calls with this in their name
     python tests/sanitize.py --inside --seconds 60        the calls alone, as a tool runs them
 
-Wide coverage comes first, so a run cut off by --seconds has seen every instance once. Torch's caching allocator is off inside:
-each tensor is an allocation of its own, so a read past its end is a finding, and nothing old makes memory look initialised.
+Most of the time goes into the tool's own work on the host, so the calls are dealt to several processes side by side on one GPU. Wide
+coverage comes first: a run cut off by --seconds has seen every instance once. Torch's caching allocator is off inside: each tensor
+is an allocation of its own, so a read past its end is a finding, and nothing old makes memory look initialised.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -157,8 +160,8 @@ def run_decode(name: str) -> None:
     torch.ops.flash.cache_append_(keys, values, *fresh, lengths, indices["block_table"], indices["cache_batch_idx"])
 
 
-def inside(seconds: float, only: str) -> int:
-    """Runs the grid until the time is up. Returns the number of calls that raised."""
+def inside(seconds: float, only: str, shard: int, shards: int) -> int:
+    """Runs every shards-th call of the grid until the time is up. Returns the number of calls that raised or were not reached."""
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))
     import torch
@@ -172,7 +175,7 @@ def inside(seconds: float, only: str) -> int:
     packed = [(f"packed-{case}", lambda c=case: run_packed(c, torch.bfloat16)) for case in PACKED]
     decode = [(f"decode-{name}", lambda n=name: run_decode(n)) for name in DECODE]
     jobs[24:24] = [*packed, ("small", lambda: run_small(None)), *decode]  # after the first pass over types and head dims
-    jobs = [job for job in jobs if only in job[0]]
+    jobs = [job for job in jobs if only in job[0]][shard::shards]
 
     torch.manual_seed(0)
     start, failed, done = time.monotonic(), 0, 0
@@ -187,43 +190,66 @@ def inside(seconds: float, only: str) -> int:
             print(f"RAISED {name}: {str(error).splitlines()[0]}", flush=True)
         done += 1
     print(f"{done} of {len(jobs)} calls in {time.monotonic() - start:.0f} s, {failed} raised", flush=True)
-    return failed
+    return failed + len(jobs) - done
 
 
-def under(tool: str, seconds: float, only: str, sanitizer: str) -> int:
-    """The grid under one tool: its exit status."""
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+def under(tool: str, arguments: argparse.Namespace, sanitizer: str) -> bool:
+    """The grid under one tool. Returns whether every call was made and nothing was found."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "1"}
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDING), "--print-limit", "20"]
     command += ["--launch-timeout", "0", "--report-api-errors", "no"]
-    command += [] if tool == "initcheck" else OURS
-    command += [sys.executable, __file__, "--inside", "--seconds", str(seconds), "--only", only]
+    if tool == "initcheck":
+        environment["FLASH_ATTN_EXT_KERNEL"] = "sm80"  # it takes what Hopper's TMA stores for never written
+    else:
+        command += OURS
+    command += [sys.executable, __file__, "--inside", "--seconds", str(arguments.seconds), "--only", arguments.only]
+    command += ["--shards", str(arguments.shards), "--shard"]
     print(f"=== {tool}", flush=True)
     start = time.monotonic()
-    try:
+
+    def run(shard: int) -> bool:
         # One call can be slow under a tool: the calls stop at `seconds`, the whole process at twice that.
-        status = subprocess.run(command, env=environment, timeout=2 * seconds + 60).returncode
-    except subprocess.TimeoutExpired:
-        status = -1
-    verdict = {0: "clean", FINDING: "FINDINGS", -1: "OUT OF TIME"}.get(status, f"FAILED with status {status}")
-    print(f"=== {tool}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
-    return status
+        process = subprocess.Popen(
+            [*command, str(shard)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            lines = process.communicate(timeout=2 * arguments.seconds + 60)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and the calls under it
+            print(f"{tool} {shard}: OUT OF TIME", flush=True)
+            return False
+        done = next((line for line in reversed(lines) if " calls in " in line), "did not finish")
+        found = {0: "clean", FINDING: "FINDINGS", 1: "NOT COMPLETE"}.get(process.returncode, f"STATUS {process.returncode}")
+        text = [f"{tool} {shard}: {found}, {done}", *([] if process.returncode == 0 else lines[:200])]
+        print("\n    ".join(text), flush=True)
+        return process.returncode == 0
+
+    with ThreadPoolExecutor(arguments.shards) as pool:
+        clean = all(list(pool.map(run, range(arguments.shards))))
+    print(f"=== {tool}: {'clean' if clean else 'NOT CLEAN'} ({time.monotonic() - start:.0f} s)", flush=True)
+    return clean
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    parser.add_argument("--seconds", type=float, default=50.0, help="for the calls of one tool")
+    parser.add_argument("--seconds", type=float, default=90.0, help="for the calls of one tool")
+    parser.add_argument("--shards", type=int, default=8, help="processes side by side, a core and 1 GB of the GPU each")
     parser.add_argument("--only", default="", help="a part of the names of calls")
     parser.add_argument("--inside", action="store_true", help="only run the calls")
+    parser.add_argument("--shard", type=int, help="with --inside: which of the shards; default: all calls")
     arguments = parser.parse_args()
     if arguments.inside:
-        return 1 if inside(arguments.seconds, arguments.only) else 0
+        alone = arguments.shard is None
+        shard, shards = (0, 1) if alone else (arguments.shard, arguments.shards)
+        return 1 if inside(arguments.seconds, arguments.only, shard, shards) else 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None:
         print("No compute-sanitizer on PATH: it comes with the CUDA toolkit, or pip install nvidia-cuda-sanitizer-api.")
         return 1
-    statuses = [under(tool, arguments.seconds, arguments.only, sanitizer) for tool in arguments.tools]
-    return 1 if any(statuses) else 0
+    clean = [under(tool, arguments, sanitizer) for tool in arguments.tools]
+    return 0 if all(clean) else 1
 
 
 if __name__ == "__main__":
