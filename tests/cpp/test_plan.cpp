@@ -149,6 +149,28 @@ TEST(Plan, BackwardOwnsBlocksOfKeys) {
   EXPECT_LT(plan(p, &g, hopper(), Choice::kAny).workspace_bytes, 16 * 512 * 128 * 4) << "no sums in any order";
 }
 
+TEST(Plan, RefusesMoreBlocksThanOneLaunchHas) {
+  Device device = hopper();
+  device.sm90 = true;
+  Problem p = problem(DType::kBFloat16, 1, 1, 8);
+  p.heads = 1 << 10;
+  p.kv_heads = 1;
+  const auto with = [&](int64_t batch) {
+    p.batch = batch;
+    return plan(p, nullptr, device, Choice::kAny);
+  };
+  EXPECT_NE(with(1 << 10).family, Family::kNone);
+  EXPECT_EQ(with(1 << 20).family, Family::kSm80) << "2^30 tiles: the Hopper kernels count in 32 bits";
+  const Plan many = with(1 << 21);
+  EXPECT_EQ(many.family, Family::kNone);
+  EXPECT_NE(describe(p, nullptr, device, many).find("split the batch"), std::string::npos);
+
+  const Gradients g = gradients(p);
+  const Plan backward = plan(p, &g, device, Choice::kAny);
+  EXPECT_EQ(backward.family, Family::kNone) << "2^21 blocks of keys, but 2^31 of rows";
+  EXPECT_NE(describe(p, &g, device, backward).find("2147483648 blocks"), std::string::npos);
+}
+
 TEST(Plan, TheHopperBackwardTakesWhatItCan) {
   Device device = hopper();
   device.sm90 = true;

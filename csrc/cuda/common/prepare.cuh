@@ -14,9 +14,8 @@
 namespace flash::common {
 
 inline constexpr int kPrepareThreads = 256;
-inline constexpr int kPrepareLanes = 8;                               // of a warp share a row
-inline constexpr int kPrepareRows = kPrepareThreads / kPrepareLanes;  // of a block
-static_assert(kPrepareRows % kBlockRows == 0);
+inline constexpr int kPrepareLanes = 8;  // of a warp share a row
+static_assert(kPrepareRows * kPrepareLanes == kPrepareThreads && kPrepareRows % kBlockRows == 0);
 
 struct PrepareArguments {
   problem::Problem problem;

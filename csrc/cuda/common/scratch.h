@@ -13,6 +13,7 @@ namespace flash::common {
 
 inline constexpr int kBlockRows = 16;
 inline constexpr int kBlockElements = 128;  // 16 rows x 8 columns
+inline constexpr int kPrepareRows = 32;     // of a block of prepare_kernel (prepare.cuh): no other launch has shorter ones
 
 struct Scratch {
   int64_t head_blocks = 0;   // from one head to the next: blocks of one sequence, or of all packed ones

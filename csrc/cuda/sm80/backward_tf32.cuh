@@ -39,7 +39,7 @@ class Tf32Gradients {
   static constexpr int kDim = Config::kDim, kLines = Config::kLines, kColumns = Config::kColumns, kThreads = Config::kThreads;
   static constexpr int kUnrolled = 2;
   static constexpr int kI = kLines / Config::kWarps / 16, kJ = kColumns / 8, kSlabs = kDim / 32;  // slabs of 32 head dims
-  using Layout = tile::Padded<kDim>;         // lines and columns, [., kDim]
+  using Layout = tile::Padded<kDim>;  // lines and columns, [., kDim]
   // A warp's dS [kColumns rows, its keys], for dQ; before, its P or dS as A operands, [k8 step][lane] of 16 bytes.
   using ScoreLayout = tile::Padded<kI * 16>;
   using LineLoader = tile::Loader<Layout, kLines, kThreads>;
@@ -276,9 +276,7 @@ class Tf32Gradients {
   }
 
   // Of keys: the weights wait in shared memory, where only this thread reads them.
-  __device__ __forceinline__ uint32_t own_score() const {
-    return shared_ + kScoreAt + warp_ * ScoreLayout::bytes(kColumns);
-  }
+  __device__ __forceinline__ uint32_t own_score() const { return shared_ + kScoreAt + warp_ * ScoreLayout::bytes(kColumns); }
   __device__ __forceinline__ void accumulate_stored(Sums& rSum, const Scores& rWeight, uint32_t sPairs) const {
     const uint32_t sOwn = own_score() + lane_ * 16;
     static_assert(kI * kJ * 512 <= ScoreLayout::bytes(kColumns));

@@ -49,6 +49,12 @@ inline bool addressable(const problem::Problem& p, const problem::Array& a, int6
          fits(a.batch, p.packed() ? 1 : p.batch);
 }
 
+// Whether tiles of `lines` (total over all sequences if packed) of all heads can be counted in 32 bits, with room to spare.
+inline bool countable(const problem::Problem& p, int64_t heads, int64_t lines, int64_t total) {
+  const int64_t tiles = p.packed() ? total / 64 + p.batch : p.batch * ((lines + 63) / 64);
+  return tiles < (int64_t{1} << 30) / heads;
+}
+
 // Why a call goes to sm80/, as the end of a sentence; null if the Hopper forward takes it: scores that are scale * query . key, capped
 // or not, lengths that 32-bit coordinates hold, tensors that TMA can address.
 inline const char* forward_refusal(const problem::Problem& p) {
@@ -62,6 +68,8 @@ inline const char* forward_refusal(const problem::Problem& p) {
   if (p.rows <= 0 || p.keys <= 0) return "they take no empty tensors";
   if (p.rows >= limit || p.keys >= limit || p.total_rows >= limit || p.total_keys >= limit)
     return "they take lengths below 2^29";
+  if (!countable(p, p.heads, p.rows, p.total_rows) || !countable(p, p.kv_heads, p.keys, p.total_keys))
+    return "they take fewer than 2^30 tiles of 64 rows";
   if (p.head_dim % 8 != 0 || p.value_dim % 8 != 0) return "they take head dims that are multiples of 8";
   if (!addressable(p, p.query, p.heads) || !addressable(p, p.key, p.kv_heads) || !addressable(p, p.value, p.kv_heads) ||
       !addressable(p, p.out, p.heads))

@@ -11,7 +11,8 @@ namespace flash::tile {
 // Products of one accumulator lie far apart: each waits 26 cycles for the one before, four of them take 24.
 template <class Layout, bool kThree, int kI>
 __device__ __forceinline__ void multiply_rows(float (&r)[kI][4][4], const Terms (&a)[kI], uint32_t sRow) {
-  const Terms even = split<kThree>(ptx::load_shared_16(sRow)), odd = split<kThree>(ptx::load_shared_16(sRow + Layout::kRowBytes));
+  const Terms even = split<kThree>(ptx::load_shared_16(sRow)),
+              odd = split<kThree>(ptx::load_shared_16(sRow + Layout::kRowBytes));
   const auto multiply = [&](const uint32_t (Terms::*line)[4], const uint32_t (Terms::*row)[4]) {
 #pragma unroll
     for (int i = 0; i < kI; ++i)
