@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # more than twice the largest L2 of today's GPUs
+PAUSE_CYCLES = 1_000_000  # half a millisecond: a backward call wakes autograd's thread, which may take the host longer than the flush
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Call:
 
 
 class Stopwatch:
-    """Seconds of one call: CUDA events behind an L2 flush that also hides the launch from the host, or the wall clock."""
+    """Seconds of one call: the wall clock, or CUDA events behind a pause and an L2 flush, under which the host launches it all."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -40,6 +41,7 @@ class Stopwatch:
                 begin = time.perf_counter()
                 call.function()
                 return time.perf_counter() - begin
+            torch.cuda._sleep(PAUSE_CYCLES)
             self.flush.zero_()
             self.begin.record()
             call.function()

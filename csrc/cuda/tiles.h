@@ -71,15 +71,16 @@ constexpr bool serves(const ForwardTile& t, int64_t element) {
 
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
-// What a block knows of its rows and keys and reads again where it needs it. fp32 keeps that in registers: 99 KB are full.
+// What a block knows of its rows and keys and reads again where it needs it. fp32 up to 128 keeps that in registers: 99 KB are full.
 inline constexpr int kSharedBlockBytes = 128;
+constexpr bool block_in_shared(const ForwardTile& t) { return t.body != Body::kTf32 || t.bucket > 128; }
 
 // Dynamic shared memory of a block, bytes. element: bytes of an element of query, key and value.
 constexpr int64_t forward_shared_bytes(const ForwardTile& t, int64_t element) {
   if (t.body == Body::kFma) return 0;
   const int64_t row = t.bucket * element + (t.body == Body::kTf32 ? 16 : 0);
   const int64_t exchange = t.body == Body::kWide ? t.rows * t.keys * element + int64_t{4} * t.sharing * t.rows : 0;
-  const int64_t block = t.body == Body::kTf32 ? 0 : kSharedBlockBytes;
+  const int64_t block = block_in_shared(t) ? kSharedBlockBytes : 0;
   return (t.rows + int64_t{2} * t.stages * t.keys) * row + exchange + block;
 }
 

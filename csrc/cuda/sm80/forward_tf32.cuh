@@ -20,6 +20,7 @@ struct ForwardTf32 {
   static constexpr int kDim = kTile.bucket, kRows = kTile.rows, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads(), kBlocks = kRows / kTile.warps / 16;
   static constexpr bool kThree = kTile.terms == 3;
+  static constexpr bool kBlockInShared = cuda::block_in_shared(kTile);
   using Layout = tile::Padded<kDim>;
   using QueryLoader = tile::Loader<Layout, kRows, kThreads>;
   using KeyLoader = tile::Loader<Layout, kKeys, kThreads>;
@@ -46,13 +47,43 @@ struct ForwardTf32 {
 
   using Terms = tile::Terms;
 
+  using Scores = float[kBlocks][kKeys / 8][4];
+  // k8 steps in one chain of truncating additions. Each may lose 2^-23 of a sum that is sqrt(kDim) times its scores' size.
+  static constexpr int kSteps = kDim / 8, kChain = kDim > 128 ? 8 : kSteps;
+
+  static __device__ __forceinline__ void add(Scores& r, const Scores& rMore) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) r[i][j][e] += rMore[i][j][e];
+  }
+
   // rScore [rows, keys] = Q K^T.
-  __device__ __forceinline__ void scores(float (&rScore)[kBlocks][kKeys / 8][4], uint32_t key_tile) {
-    float rSmall[kBlocks][kKeys / 8][4];
+  __device__ __forceinline__ void scores(Scores& rScore, uint32_t key_tile) {
+    Scores rSmall;
     tile::clear(rScore);
     tile::clear(rSmall);
+    if constexpr (kChain == kSteps) {
+      chain(rScore, rSmall, key_tile, 0);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < kSteps; first += kChain) {
+        Scores rLarge;
+        tile::clear(rLarge);
+        chain(rLarge, rSmall, key_tile, first);
+        add(rScore, rLarge);
+      }
+    }
+    if constexpr (kThree) add(rScore, rSmall);
+  }
+
+  // kChain steps of it: products of the high terms, and those of a high and a low term apart.
+  __device__ __forceinline__ void chain(Scores& rLarge, Scores& rSmall, uint32_t key_tile, int first) {
 #pragma unroll 4
-    for (int step = 0; step < kDim / 8; ++step) {
+    for (int n = 0; n < kChain; ++n) {
+      const int step = first + n;
       Terms rQuery[kBlocks];
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
@@ -67,7 +98,7 @@ struct ForwardTf32 {
         const Terms rKey = tile::split<kThree>(r);
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
-          float (&large)[kKeys / 8][4] = rScore[i], (&small)[kKeys / 8][4] = rSmall[i];
+          float (&large)[kKeys / 8][4] = rLarge[i], (&small)[kKeys / 8][4] = rSmall[i];
           if constexpr (kThree) {
             ptx::mma_tf32(small[2 * j], rQuery[i].low, rKey.high[0], rKey.high[1]);
             ptx::mma_tf32(small[2 * j + 1], rQuery[i].low, rKey.high[2], rKey.high[3]);
@@ -80,14 +111,6 @@ struct ForwardTf32 {
           }
         }
       }
-    }
-    if constexpr (kThree) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) rScore[i][j][e] += rSmall[i][j][e];
     }
   }
 
@@ -173,6 +196,9 @@ struct ForwardTf32 {
     const problem::Problem& p = call.problem;
     const Rows block(call);
     if (block.rows <= 0) return;
+    constexpr int kBlockAt = Layout::bytes(kRows) + 2 * kStages * kTileBytes;
+    static_assert(cuda::forward_shared_bytes(kTile, 4) == kBlockAt + (kBlockInShared ? cuda::kSharedBlockBytes : 0));
+    const Rows& kept = kBlockInShared ? block.shared_at(shared + kBlockAt) : block;
     const problem::Dropout dropout =
         call.modifiers.flags & common::kDropout ? problem::dropout(p.seed, p.dropout_p) : problem::Dropout{};
     KeyStream keys(p.key, p.head_dim, call.load_bytes), values(p.value, p.value_dim, call.load_bytes);
@@ -182,7 +208,7 @@ struct ForwardTf32 {
     const uint32_t key_lane = Layout::address(sKey, KeyLoader::row(), KeyLoader::chunk());
     const uint32_t value_lane = key_lane + kStages * kTileBytes;
 
-    ForwardTf32 state(call, block, sQuery, sKey, sValue);
+    ForwardTf32 state(call, kept, sQuery, sKey, sValue);
     tile::clear(state.rOut);
     state.rows.reset();
     if (block.first <= block.last) {
@@ -216,6 +242,7 @@ struct ForwardTf32 {
       if constexpr (kStages == 2) stage ^= 1;
     }
     ptx::wait_copies<0>();
+    if (kBlockInShared && block.last < block.first) __syncthreads();  // no tile, no barrier: `kept` is not complete
     state.rows.close(INFINITY);
     state.store();
   }
