@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # more than twice the largest L2 of today's GPUs
-PAUSE_CYCLES = 1_000_000  # half a millisecond: a backward call wakes autograd's thread, which may take the host longer than the flush
+PAUSE_CYCLES = 1_000_000  # half a millisecond: a backward call wakes autograd's thread, which may outlast the flush
 
 
 @dataclass
