@@ -166,10 +166,11 @@ def test_gradient_of_a_mask_with_infinities(device: str):
     assert not gradients[3][..., 5:9].any() and not gradients[3][1, 0, 2].any()
 
 
+@pytest.mark.parametrize("rows, keys", [(77, 133), (300, 300)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 300])
-def test_gradient_of_a_mask_beside_wide_heads(head_dim: int, device: str):
+def test_gradient_of_a_mask_beside_wide_heads(head_dim: int, rows: int, keys: int, device: str):
     """fp32: a score is a long sum; what it is off by reaches the gradient of the mask as it is."""
-    case = Case("", batch=2, heads=4, kv_heads=2, rows=77, keys=133, head_dim=head_dim, mask="float:1HLS")
+    case = Case("", batch=2, heads=4, kv_heads=2, rows=rows, keys=keys, head_dim=head_dim, mask="float:1HLS")
     check(case, make_inputs(case, torch.float32, device), gradients=True)
 
 

@@ -1,6 +1,7 @@
 // op/cuda.cpp: the CUDA key. Plan, copy what no load can read, one workspace from torch's caching allocator, launch on the current
 // stream. Nothing here waits for the GPU or reads its memory, so calls can be captured into a CUDA graph.
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -51,10 +52,16 @@ void copy_operands(Call& call, const Plan& plan) {
   copy(Operand::kOutputGradient, call.grad_out, call.gradients.dout);
 }
 
-// Plans the call and makes it runnable: throws what cannot run, copies operands. The workspace may be empty.
+// A plan's workspace on the current device and stream; null if it needs none.
+c10::DataPtr workspace_of(const Plan& plan) {
+  if (plan.workspace_bytes == 0) return {};
+  return c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(plan.workspace_bytes));
+}
+
+// Plans the call and makes it runnable: throws what cannot run, copies operands.
 struct Prepared {
   Plan plan;
-  Tensor workspace;
+  c10::DataPtr workspace;
 
   Prepared(Call& call, const Gradients* gradients) {
     const problem::Device device = properties(call.query);
@@ -62,23 +69,21 @@ struct Prepared {
     TORCH_CHECK(plan.family != problem::Family::kNone,
                 "flash.attention: ", problem::describe(call.problem, gradients, device, plan));
     if (plan.copies != 0) copy_operands(call, plan);
-    if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, call.query.options().dtype(at::kByte));
+    workspace = workspace_of(plan);
   }
-
-  void* memory() const { return workspace.defined() ? workspace.mutable_data_ptr() : nullptr; }
 };
 
 void forward_cuda(Call& call) {
   const c10::cuda::CUDAGuard guard(call.query.device());
   const Prepared prepared(call, nullptr);
   if (call.problem.packed() && prepared.plan.family != problem::Family::kSm90) clear_results(call.out, call.lse);
-  raise(cuda::forward(call.problem, prepared.plan, prepared.memory(), current_stream()));
+  raise(cuda::forward(call.problem, prepared.plan, prepared.workspace.get(), current_stream()));
 }
 
 void backward_cuda(Call& call) {
   const c10::cuda::CUDAGuard guard(call.query.device());
   const Prepared prepared(call, &call.gradients);
-  raise(cuda::backward(call.problem, call.gradients, prepared.plan, prepared.memory(), current_stream()));
+  raise(cuda::backward(call.problem, call.gradients, prepared.plan, prepared.workspace.get(), current_stream()));
 }
 
 void merge_cuda(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
@@ -99,9 +104,8 @@ void decode_cuda(const problem::Decode& d, const Tensor& query) {
   const problem::Device device = properties(query);
   const Plan plan = problem::plan_decode(d, device);
   TORCH_CHECK(plan.family != problem::Family::kNone, "flash.attention_decode: ", problem::describe_decode(d, device, plan));
-  Tensor workspace;
-  if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
-  raise(cuda::decode(d, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr, current_stream()));
+  const c10::DataPtr workspace = workspace_of(plan);
+  raise(cuda::decode(d, plan, workspace.get(), current_stream()));
 }
 
 void append_cuda(const problem::Append& a, const Tensor& cache) {

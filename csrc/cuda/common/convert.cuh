@@ -35,7 +35,7 @@ struct ConvertArguments {
   problem::Gradients gradients;
   Scratch scratch;
   int64_t pieces = 0;  // of kConvertRows rows, per plane
-  Divisor by_pieces, by_heads;
+  Divisor by_pieces{}, by_heads{};
   float scale = 0;
 };
 

@@ -22,7 +22,7 @@ struct PrepareArguments {
   problem::Gradients gradients;
   Scratch scratch;     // lse2 null: the kernels read lse and gradients.delta themselves
   int64_t pieces = 0;  // of kPrepareRows rows, per plane
-  Divisor by_pieces, by_heads;
+  Divisor by_pieces{}, by_heads{};
   bool vectors = false;  // out and dout are read 16 bytes at a time
   bool clear_dquery = false;
 };
