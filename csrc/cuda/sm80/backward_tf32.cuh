@@ -3,15 +3,16 @@
 //   of keys   lines are keys, columns the rows that see them, for each query head of the group: dV += P^T dO, dK += dS^T Q;
 //             dQ += dS K is added to dq itself in global memory, unless a kernel of rows follows
 //   of rows   lines are rows, columns the keys they see: dQ += dS K. The same bits in every run
-// Tensor cores truncate when they add in fp32: the small products of S and dP have accumulators of their own, and what a tile adds to a
-// gradient has fresh ones, added by FADD.
+// Of keys, two warps share 32 keys: one multiplies S, the other dP of all of them, so that a split operand feeds more products; each
+// takes half of both from the other for the softmax, and then adds up half the columns of dK and dV of all 32. What crosses goes
+// through this warp's part of dS in shared memory, as registers of accumulators.
 // Permutations save all transposes: inside a k8 step, k = t and t + 4 of an A operand are columns 2t and 2t + 1, which accumulators
-// already hold; and column g of n8 tile j of a gradient is 4 g + j, so that one 16-byte read of the walked tile feeds four products.
+// already hold; and column g of n8 tile j of a gradient is 4 g + j (tile/multiply_tf32.cuh).
 #pragma once
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/sm80/backward_block.cuh"
 #include "cuda/sm80/backward_score.cuh"
-#include "cuda/tile/multiply.cuh"
 #include "cuda/tile/multiply_tf32.cuh"
 #include "cuda/tiles.h"
 
@@ -37,16 +38,21 @@ template <class Config>
 class Tf32Gradients {
   static constexpr bool kOfKeys = Config::kOfKeys;
   static constexpr int kDim = Config::kDim, kLines = Config::kLines, kColumns = Config::kColumns, kThreads = Config::kThreads;
-  static constexpr int kUnrolled = 2;
-  static constexpr int kI = kLines / Config::kWarps / 16, kJ = kColumns / 8, kSlabs = kDim / 32;  // slabs of 32 head dims
+  static constexpr int kJ = kColumns / 8, kSlabs = kDim / 32;                // slabs of 32 head dims
+  static constexpr int kI = kLines / Config::kWarps / 16;                    // blocks of 16 lines whose scores are a warp's
+  static constexpr int kSharing = kOfKeys ? 2 : 1;                           // warps that share lines
+  static constexpr int kOwn = kI * kSharing, kOwnSlabs = kSlabs / kSharing;  // whose gradients are
+  static constexpr int kUnroll = 2;                                          // k8 steps
+  static_assert(kI == 1 && kSlabs % kSharing == 0);
   using Layout = tile::Padded<kDim>;  // lines and columns, [., kDim]
-  // A warp's dS [kColumns rows, its keys], for dQ; before, its P or dS as A operands, [k8 step][lane] of 16 bytes.
+  // A warp's dS [kColumns rows, its keys], for dQ; before, what it gives to the other one: accumulators, [n8 tile][lane] of 16 bytes.
   using ScoreLayout = tile::Padded<kI * 16>;
   using LineLoader = tile::Loader<Layout, kLines, kThreads>;
   using ColumnLoader = tile::Loader<Layout, kColumns, kThreads>;
   using Columns = LineStream<ColumnLoader, Layout, kColumns, false>;
   using Scores = float[kI][kJ][4];
-  using Sums = float[kI][kSlabs * 4][4];  // [i][4 d + q][2 half + f]: column 32 d + 4 (2 (lane % 4) + f) + q
+  using Sums =
+      float[kOwn][kOwnSlabs * 4][4];  // [i][4 d + q][2 half + f]: column 32 d + 4 (2 (lane % 4) + f) + q of this warp's
 
   // Shared memory: lines (K, V or Q, dO), columns (Q, dO or K, V); of keys also dS and lse2, delta of the columns.
   static constexpr int kLineBytes = Layout::bytes(kLines), kColumnBytes = Layout::bytes(kColumns);
@@ -80,10 +86,12 @@ class Tf32Gradients {
         shared_(shared),
         lane_(threadIdx.x & 31),
         warp_(threadIdx.x >> 5),
+        share_(warp_ % kSharing),
         first_line_(warp_ * kI * 16),
         sLines_(Layout::address(shared, first_line_ + tile::row_block_row(lane_), tile::row_block_chunk(lane_))),
         sColumns_(Layout::address(shared + kColumnAt, tile::column_block_row(lane_), tile::column_block_chunk(lane_))),
-        sPairs_(Layout::address(shared + kColumnAt, tile::lane_column(lane_), tile::lane_line(lane_))) {}
+        sPairs_(Layout::address(shared + kColumnAt, tile::lane_column(lane_), tile::lane_line(lane_)) +
+                share_ * kOwnSlabs * 128) {}
 
   __device__ __forceinline__ void walk() {
     const problem::Problem& p = call_.problem;
@@ -185,8 +193,7 @@ class Tf32Gradients {
 
   __device__ __forceinline__ void step(int tile, int64_t head) {
     Scores rScore, rGradient;
-    multiply(rScore, sLines_, sColumns_);
-    multiply(rGradient, sLines_ + kLineBytes, sColumns_ + kColumnBytes);
+    multiply_scores(rScore, rGradient);
     const int64_t column = int64_t{tile} * kColumns;
     const common::Place at(kOfKeys ? column : owner_.first, kOfKeys ? owner_.first : column, first_line_, 0, lane_);
     const problem::Problem& p = call_.problem;
@@ -202,94 +209,80 @@ class Tf32Gradients {
       }
     });
     if constexpr (kOfKeys) {
-      accumulate_stored(rSecond_, rGradient, sPairs_ + kColumnBytes);
-      accumulate_stored(rFirst_, rScore, sPairs_);
-      __syncwarp();
+      accumulate_shared(rSecond_, rGradient, sPairs_ + kColumnBytes);
+      accumulate_shared(rFirst_, rScore, sPairs_);
       if (call_.sum_dquery) store_score(rScore);
     } else {
-      accumulate<kJ>(rFirst_, sPairs_, [&](int k, int i) { return tile::operand(rScore[i][k]); });
+      tile::accumulate_rows<Layout, true, kJ, kJ>(rFirst_, sPairs_, [&](int k, int i) { return tile::operand(rScore[i][k]); });
     }
   }
 
   using Terms = tile::Terms;
 
-  // r [lines, columns] = lines columns^T.
-  static __device__ __forceinline__ void multiply(Scores& r, uint32_t sLines, uint32_t sColumns) {
-    Scores rSmall;
+  // r [16 kBlocks lines, columns] = lines columns^T.
+  template <int kBlocks>
+  static __device__ __forceinline__ void multiply(float (&r)[kBlocks][kJ][4], uint32_t sLines, int block_bytes,
+                                                  uint32_t sColumns) {
+    float rSmall[kBlocks][kJ][4];
     tile::clear(r);
     tile::clear(rSmall);
-#pragma unroll 4
-    for (int k = 0; k < kDim / 8; ++k) {
-      Terms rLine[kI];
-#pragma unroll
-      for (int i = 0; i < kI; ++i) {
-        uint32_t x[4];
-        ptx::load_matrices(x, Layout::columns(sLines, k) + i * 16 * Layout::kRowBytes);
-        rLine[i] = tile::split(x);
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 16; ++j) {
-        uint32_t x[4];
-        ptx::load_matrices(x, Layout::columns(sColumns, k) + j * 16 * Layout::kRowBytes);
-        const Terms rColumn = tile::split(x);
-#pragma unroll
-        for (int i = 0; i < kI; ++i)
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const int high0 = 2 * n, high1 = 2 * n + 1;
-            ptx::mma_tf32(rSmall[i][2 * j + n], rLine[i].low, rColumn.high[high0], rColumn.high[high1]);
-            ptx::mma_tf32(r[i][2 * j + n], rLine[i].high, rColumn.high[high0], rColumn.high[high1]);
-            ptx::mma_tf32(rSmall[i][2 * j + n], rLine[i].high, rColumn.low[high0], rColumn.low[high1]);
-          }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kI; ++i)
-#pragma unroll
-      for (int j = 0; j < kJ; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) r[i][j][e] += rSmall[i][j][e];
+    tile::multiply_lines<Layout, true, kDim / 8>(r, rSmall, sLines, block_bytes, sColumns);
+    tile::add(r, rSmall);
   }
 
-  // rSum [lines, kDim] += weights [lines, columns] times the walked tile. find(k, i): the weights of a k8 step as an A operand.
-  // kUnroll: of k8 steps; where sums fill the registers, ptxas orders many steps into chains of dependent products.
-  template <int kUnroll, class Find>
-  static __device__ __forceinline__ void accumulate(Sums& rSum, uint32_t sPairs, Find find) {
+  // q.k and dout.v of this warp's lines.
+  __device__ __forceinline__ void multiply_scores(Scores& rScore, Scores& rGradient) const {
+    if constexpr (kOfKeys) {
+      // Block 0 is this warp's own, block 1 the other one's, before or behind it.
+      float rBoth[2][kJ][4];
+      const int other = (share_ == 0 ? 16 : -16) * Layout::kRowBytes;
+      multiply(rBoth, sLines_ + share_ * kLineBytes, other, sColumns_ + share_ * kColumnBytes);
+      give(rBoth[1]);
+      const uint32_t sTheirs = part(warp_ ^ 1);
 #pragma unroll
-    for (int d = 0; d < kSlabs; ++d) {
-      float rFresh[kI][4][4];
-      tile::clear(rFresh);
-#pragma unroll kUnroll
-      for (int k = 0; k < kJ; ++k) {
-        Terms rLine[kI];
+      for (int j = 0; j < kJ; ++j) {
+        const uint4 x = ptx::load_shared_16(sTheirs + j * 512);
+        const float theirs[4] = {__uint_as_float(x.x), __uint_as_float(x.z), __uint_as_float(x.y), __uint_as_float(x.w)};
 #pragma unroll
-        for (int i = 0; i < kI; ++i) rLine[i] = tile::split(find(k, i));
-        tile::multiply_rows<Layout, true>(rFresh, rLine, sPairs + k * 8 * Layout::kRowBytes + d * 128);
+        for (int e = 0; e < 4; ++e) {
+          rScore[0][j][e] = share_ == 0 ? rBoth[0][j][e] : theirs[e];
+          rGradient[0][j][e] = share_ == 0 ? theirs[e] : rBoth[0][j][e];
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kI; ++i)
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) rSum[i][d * 4 + q][e] += rFresh[i][q][e];
+      synchronise();
+    } else {
+      multiply(rScore, sLines_, 16 * Layout::kRowBytes, sColumns_);
+      multiply(rGradient, sLines_ + kLineBytes, 16 * Layout::kRowBytes, sColumns_ + kColumnBytes);
     }
   }
 
-  // Of keys: the weights wait in shared memory, where only this thread reads them.
-  __device__ __forceinline__ uint32_t own_score() const { return shared_ + kScoreAt + warp_ * ScoreLayout::bytes(kColumns); }
-  __device__ __forceinline__ void accumulate_stored(Sums& rSum, const Scores& rWeight, uint32_t sPairs) const {
-    const uint32_t sOwn = own_score() + lane_ * 16;
-    static_assert(kI * kJ * 512 <= ScoreLayout::bytes(kColumns));
+  // Of keys: the part of dS of a warp, at this lane's first 16 bytes.
+  __device__ __forceinline__ uint32_t part(int warp) const {
+    return shared_ + kScoreAt + warp * ScoreLayout::bytes(kColumns) + lane_ * 16;
+  }
+  // The two warps that share keys.
+  __device__ __forceinline__ void synchronise() const { ptx::synchronise<64>(1 + warp_ / 2); }
+  // Accumulators as A operands to this warp's part. Afterwards the other one's are there too.
+  __device__ __forceinline__ void give(const float (&r)[kJ][4]) const {
+    static_assert(kJ * 512 <= ScoreLayout::bytes(kColumns));
 #pragma unroll
-    for (int k = 0; k < kJ; ++k)
-#pragma unroll
-      for (int i = 0; i < kI; ++i) ptx::store_shared(sOwn + (k * kI + i) * 512, tile::operand(rWeight[i][k]));
-    accumulate<kUnrolled>(rSum, sPairs, [&](int k, int i) { return ptx::load_shared_16(sOwn + (k * kI + i) * 512); });
+    for (int j = 0; j < kJ; ++j) ptx::store_shared(part(warp_) + j * 512, tile::operand(r[j]));
+    synchronise();
+  }
+
+  // rSum [32 keys, half the columns] += the weights of both warps times the walked tile.
+  __device__ __forceinline__ void accumulate_shared(Sums& rSum, const Scores& rWeight, uint32_t sPairs) const {
+    give(rWeight[0]);
+    const uint32_t sFirst = part(warp_ - share_);
+    tile::accumulate_rows<Layout, true, kJ, kUnroll>(
+        rSum, sPairs, [&](int k, int i) { return ptx::load_shared_16(sFirst + i * ScoreLayout::bytes(kColumns) + k * 512); });
+    synchronise();
   }
 
   // dS^T to shared memory as dS [rows, keys]; inside 8 keys, key 2t goes to place t and 2t + 1 to t + 4: the permutation of k.
   __device__ __forceinline__ void store_score(const Scores& rScore) const {
     const int key = tile::lane_line(lane_), place = key / 2 + key % 2 * 4;
+    const uint32_t sOwn = shared_ + kScoreAt + warp_ * ScoreLayout::bytes(kColumns);
 #pragma unroll
     for (int i = 0; i < kI; ++i)
 #pragma unroll
@@ -297,7 +290,7 @@ class Tf32Gradients {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = j * 8 + tile::lane_column(lane_) + e % 2;
-          const uint32_t to = ScoreLayout::address(own_score(), row, 0) + (i * 16 + e / 2 * 8 + place) * 4;
+          const uint32_t to = sOwn + row * ScoreLayout::kRowBytes + (i * 16 + e / 2 * 8 + place) * 4;
           ptx::store_shared(to, __float_as_uint(rScore[i][j][e]));
         }
   }
@@ -362,17 +355,17 @@ class Tf32Gradients {
   __device__ __forceinline__ void store(const problem::Array& a, const Sums& r, float scale, int64_t start, int64_t dim) const {
     if (a.data == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < kI; ++i)
+    for (int i = 0; i < kOwn; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int line = first_line_ + i * 16 + half * 8 + tile::lane_line(lane_);
+        const int line = first_line_ + (i - share_) * 16 + half * 8 + tile::lane_line(lane_);
         if (line >= owner_.count) continue;
         float* to = static_cast<float*>(a.data) + problem::offset(a, owner_.batch, owner_.head, start + owner_.first + line);
 #pragma unroll
-        for (int d = 0; d < kSlabs; ++d)
+        for (int d = 0; d < kOwnSlabs; ++d)
 #pragma unroll
           for (int f = 0; f < 2; ++f) {
-            const int column = d * 32 + 4 * (tile::lane_column(lane_) + f);
+            const int column = (share_ * kOwnSlabs + d) * 32 + 4 * (tile::lane_column(lane_) + f);
             float v[4];
 #pragma unroll
             for (int q = 0; q < 4; ++q) v[q] = r[i][d * 4 + q][2 * half + f] * scale;
@@ -391,7 +384,7 @@ class Tf32Gradients {
   const std::conditional_t<kOfKeys, const Owner&, Owner> owner_;
   const Walk walk_;
   const uint32_t shared_;
-  const int lane_, warp_, first_line_;  // first_line_: this warp's, in the tile
+  const int lane_, warp_, share_, first_line_;  // which of the warps that share lines; this warp's first line, in the tile
   // Lane addresses: the first line operand and the first walked tile for ldmatrix; the walked tile for 16-byte reads of two rows.
   const uint32_t sLines_, sColumns_, sPairs_;
   float rLse2_[kI][2], rDelta_[kI][2];  // of rows

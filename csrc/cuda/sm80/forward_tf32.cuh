@@ -8,7 +8,6 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm80/forward_block.cuh"
-#include "cuda/tile/multiply.cuh"
 #include "cuda/tile/multiply_tf32.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tiles.h"
@@ -45,95 +44,37 @@ struct ForwardTf32 {
         key(Layout::address(sKey, tile::column_block_row(lane), tile::column_block_chunk(lane))),
         value(Layout::address(sValue, tile::lane_column(lane), tile::lane_line(lane))) {}
 
-  using Terms = tile::Terms;
-
   using Scores = float[kBlocks][kKeys / 8][4];
   // k8 steps in one chain of truncating additions. Each may lose 2^-23 of a sum that is sqrt(kDim) times its scores' size.
   static constexpr int kSteps = kDim / 8, kChain = kDim > 128 ? 8 : kSteps;
-
-  static __device__ __forceinline__ void add(Scores& r, const Scores& rMore) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) r[i][j][e] += rMore[i][j][e];
-  }
 
   // rScore [rows, keys] = Q K^T.
   __device__ __forceinline__ void scores(Scores& rScore, uint32_t key_tile) {
     Scores rSmall;
     tile::clear(rScore);
     tile::clear(rSmall);
+    const auto chain = [&](Scores& rLarge, int first) {
+      tile::multiply_lines<Layout, kThree, kChain>(rLarge, rSmall, query, 16 * Layout::kRowBytes, key_tile, first);
+    };
     if constexpr (kChain == kSteps) {
-      chain(rScore, rSmall, key_tile, 0);
+      chain(rScore, 0);
     } else {
 #pragma unroll 1
       for (int first = 0; first < kSteps; first += kChain) {
         Scores rLarge;
         tile::clear(rLarge);
-        chain(rLarge, rSmall, key_tile, first);
-        add(rScore, rLarge);
+        chain(rLarge, first);
+        tile::add(rScore, rLarge);
       }
     }
-    if constexpr (kThree) add(rScore, rSmall);
-  }
-
-  // kChain steps of it: products of the high terms, and those of a high and a low term apart.
-  __device__ __forceinline__ void chain(Scores& rLarge, Scores& rSmall, uint32_t key_tile, int first) {
-#pragma unroll 4
-    for (int n = 0; n < kChain; ++n) {
-      const int step = first + n;
-      Terms rQuery[kBlocks];
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        uint32_t r[4];
-        ptx::load_matrices(r, Layout::columns(query, step) + i * 16 * Layout::kRowBytes);
-        rQuery[i] = tile::split<kThree>(r);
-      }
-#pragma unroll
-      for (int j = 0; j < kKeys / 16; ++j) {
-        uint32_t r[4];
-        ptx::load_matrices(r, Layout::columns(key_tile, step) + j * 16 * Layout::kRowBytes);
-        const Terms rKey = tile::split<kThree>(r);
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          float (&large)[kKeys / 8][4] = rLarge[i], (&small)[kKeys / 8][4] = rSmall[i];
-          if constexpr (kThree) {
-            ptx::mma_tf32(small[2 * j], rQuery[i].low, rKey.high[0], rKey.high[1]);
-            ptx::mma_tf32(small[2 * j + 1], rQuery[i].low, rKey.high[2], rKey.high[3]);
-          }
-          ptx::mma_tf32(large[2 * j], rQuery[i].high, rKey.high[0], rKey.high[1]);
-          ptx::mma_tf32(large[2 * j + 1], rQuery[i].high, rKey.high[2], rKey.high[3]);
-          if constexpr (kThree) {
-            ptx::mma_tf32(small[2 * j], rQuery[i].high, rKey.low[0], rKey.low[1]);
-            ptx::mma_tf32(small[2 * j + 1], rQuery[i].high, rKey.low[2], rKey.low[3]);
-          }
-        }
-      }
-    }
+    if constexpr (kThree) tile::add(rScore, rSmall);
   }
 
   // rOut += P V.
-  __device__ __forceinline__ void accumulate(const float (&rProbability)[kBlocks][kKeys / 8][4], uint32_t value_tile) {
-#pragma unroll
-    for (int d = 0; d < kDim / 32; ++d) {
-      float rFresh[kBlocks][4][4];
-      tile::clear(rFresh);
-#pragma unroll
-      for (int k = 0; k < kKeys / 8; ++k) {
-        Terms rP[kBlocks];
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) rP[i] = tile::split<kThree>(tile::operand(rProbability[i][k]));
-        tile::multiply_rows<Layout, kThree>(rFresh, rP, value_tile + k * 8 * Layout::kRowBytes + d * 128);
-      }
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) rOut[i][d * 4 + q][e] += rFresh[i][q][e];
-    }
+  __device__ __forceinline__ void accumulate(const Scores& rProbability, uint32_t value_tile) {
+    constexpr int kKeySteps = kKeys / 8;
+    tile::accumulate_rows<Layout, kThree, kKeySteps, kKeySteps>(
+        rOut, value_tile, [&](int k, int i) { return tile::operand(rProbability[i][k]); });
   }
 
   // Scores of a tile to probabilities, with every feature.
