@@ -131,8 +131,10 @@ class LineStream {
     base_ += kTile * stride_;
   }
 
-  // Zeros behind the lines of `tiles` consecutive tiles: load_inside() leaves those columns alone.
-  __device__ __forceinline__ void clear(uint32_t to, int tiles) const { Loader::clear_columns(to, tiles, row_bytes_); }
+  // Zeros behind the lines of `tiles` consecutive tiles: load_inside() leaves those columns alone, narrow loads write them.
+  __device__ __forceinline__ void clear(uint32_t to, int tiles) const {
+    if (kPlain || width_ == 16) Loader::clear_columns(to, tiles, row_bytes_);
+  }
 
  private:
   int64_t stride_;

@@ -202,6 +202,7 @@ struct Forward {
       store_part(out);
       return;
     }
+    __syncwarp();  // the whole warp has read its rows of Q
     tile::store_accumulator<T, Layout>(Layout::address(sQuery, first_row + tile::lane_line(lane), 0), rOut, lane,
                                        [](int j) { return j; });
     __syncwarp();

@@ -113,8 +113,10 @@ class Stream {
     }
   }
 
-  // Zeros behind the rows of `tiles` consecutive tiles: load_inside() leaves those columns alone.
-  __device__ __forceinline__ void clear(uint32_t to, int tiles) const { Loader::clear_columns(to, tiles, row_bytes_); }
+  // Zeros behind the rows of `tiles` consecutive tiles: load_inside() leaves those columns alone, narrow loads write them.
+  __device__ __forceinline__ void clear(uint32_t to, int tiles) const {
+    if (wide()) Loader::clear_columns(to, tiles, row_bytes_);
+  }
 
  private:
   __device__ __forceinline__ bool wide() const { return kPlain || width_ == 16; }
