@@ -40,7 +40,7 @@ class KeyGradients {
     if (owner.count <= 0) return;
     const uint32_t shared = ptx::shared_address(memory);
     load_keys(call, owner, shared);
-    const Walk walk = Walk::over_rows<kRows, kKeys>(owner).from(static_cast<int>(owner.first / kKeys));
+    const Walk walk = Walk::over_rows<kRows, kKeys>(owner);
     if constexpr (kPlain) {
       KeyGradients(call, owner, walk, shared).walk();
     } else {
@@ -80,10 +80,10 @@ class KeyGradients {
     const int steps = walk_.count() * static_cast<int>(call_.group);
     if (steps > 0) {
       feed_.begin(owner_, walk_);
-      begin_sums(walk_.start, 0);
+      begin_sums(0);
     }
     if constexpr (kStages > 1) feed_.fetch(owner_, walk_, 0, steps > 0);
-    int stage = 0, row_tile = walk_.start, head = 0;
+    int stage = 0, row_tile = walk_.first, head = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if constexpr (kStages > 1) {
@@ -99,11 +99,11 @@ class KeyGradients {
       this->step(stage, row_tile, head);
       if constexpr (kStages > 1) stage ^= 1;
       gSum_ += sum_step_;
-      const bool around = ++row_tile > walk_.last;
-      if (around) row_tile = walk_.first;
-      const bool next = row_tile == walk_.start;
-      if (next) ++head;
-      if ((around || next) && head < call_.group) begin_sums(row_tile, head);
+      if (++row_tile > walk_.last) {
+        row_tile = walk_.first;
+        ++head;
+        if (head < call_.group) begin_sums(head);
+      }
     }
     ptx::commit_copies();  // keys that nobody sees: nothing was committed, and a wait covers committed copies only
     ptx::wait_copies<0>();
@@ -121,11 +121,11 @@ class KeyGradients {
     load_own<typename Config::KeyLoader, Operand, kPlain>(call, owner, p.value, line, p.value_dim, shared + Config::kValueAt);
   }
 
-  // The walk over the sums of dQ goes on at the same rows.
-  __device__ __forceinline__ void begin_sums(int row_tile, int head) {
+  // The walk over the sums of dQ of the same rows starts.
+  __device__ __forceinline__ void begin_sums(int head) {
     const common::Scratch& scratch = call_.scratch;
     if (scratch.dquery == nullptr) return;
-    const int64_t block = scratch.first_block(owner_.sequence, query_head(head)) + row_tile * (kRows / common::kBlockRows) +
+    const int64_t block = scratch.first_block(owner_.sequence, query_head(head)) + walk_.first * (kRows / common::kBlockRows) +
                           warp_ % Config::kDqRowWarps * (Config::kDqRows / common::kBlockRows);
     gSum_ = scratch.dquery_block(block) + (warp_ / Config::kDqRowWarps) * 2 * common::kBlockElements;
     sum_step_ = static_cast<int>(scratch.columns) * (kRows / common::kBlockRows * common::kBlockElements);

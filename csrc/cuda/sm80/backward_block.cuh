@@ -58,7 +58,6 @@ struct Owner {
 // Tiles [first, last] that a block walks over; of these [full_first, full_end) are FULL. first > last: none.
 struct Walk {
   int first, last, full_first, full_end;
-  int start = 0;  // where a walk around them begins: at another tile for each block, so that they add to other rows of dQ
 
   __device__ __forceinline__ bool full(int tile) const { return tile >= full_first && tile < full_end; }
   __device__ __forceinline__ int count() const { return last - first + 1; }
@@ -68,7 +67,7 @@ struct Walk {
   static __device__ __forceinline__ Walk over(problem::Span any, problem::Span all) {
     Walk w{0, -1, 0, 0};
     if (any.first >= any.last) return w;
-    w.first = w.start = static_cast<int>(any.first / kTile);
+    w.first = static_cast<int>(any.first / kTile);
     w.last = static_cast<int>((any.last - 1) / kTile);
     if (all.first >= all.last) return w;
     w.full_first = static_cast<int>((all.first + kTile - 1) / kTile);
@@ -85,13 +84,6 @@ struct Walk {
     if (all.last > rows) all.last = rows;
     if (o.count < kKeys) all.last = all.first;
     return over<kRows>(o.interval.viewers(o.first, end, rows), all);
-  }
-
-  // The same, begun at the n-th tile, counted around.
-  __device__ __forceinline__ Walk from(int n) const {
-    Walk w = *this;
-    if (last > first) w.start += n % count();
-    return w;
   }
 
   // Tiles of keys that the rows [row, row + count) see.

@@ -26,8 +26,7 @@ class RowFeed {
   __device__ __forceinline__ void begin(const Owner& owner, const Walk& walk) {
     query_.clear(shared_ + Config::kQueryAt, Config::kStages);
     gradient_.clear(shared_ + Config::kGradientAt, Config::kStages);
-    tile_ = walk.start;
-    begin_tiles(owner);
+    begin_head(owner, walk);
   }
 
   // Issues the copies of the next tile, one group.
@@ -44,18 +43,18 @@ class RowFeed {
       }
       statistic_ += kRows;
       rows_left_ -= kRows;
-      const bool around = ++tile_ > walk.last;
-      if (around) tile_ = walk.first;
-      const bool next = tile_ == walk.start;
-      if (next) ++head_;
-      if ((around || next) && head_ < call_.group) begin_tiles(owner);
+      if (++tile_ > walk.last) {
+        ++head_;
+        if (head_ < call_.group) begin_head(owner, walk);
+      }
     }
     ptx::commit_copies();
   }
 
  private:
-  // The walk goes on at tile_ of head_.
-  __device__ __forceinline__ void begin_tiles(const Owner& owner) {
+  // The walk over the rows of a query head starts.
+  __device__ __forceinline__ void begin_head(const Owner& owner, const Walk& walk) {
+    tile_ = walk.first;
     const problem::Problem& p = call_.problem;
     const problem::Array& dout = call_.gradients.dout;
     const int64_t head = owner.head * call_.group + head_;

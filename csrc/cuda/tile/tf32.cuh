@@ -18,8 +18,7 @@ __device__ __forceinline__ Terms split(const uint32_t (&x)[4]) {
   Terms r;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    r.high[e] = kLow ? __float_as_uint(fmaf(__uint_as_float(x[e]), 0x1.8p-12f, __uint_as_float(x[e]))) & 0xffffe000u
-                     : ptx::to_tf32(__uint_as_float(x[e]));
+    r.high[e] = kLow ? (x[e] + 0x1000u) & 0xffffe000u : ptx::to_tf32(__uint_as_float(x[e]));
     r.low[e] = kLow ? __float_as_uint(__uint_as_float(x[e]) - __uint_as_float(r.high[e])) : 0;
   }
   return r;
