@@ -14,6 +14,7 @@
 #include "cuda/sm80/backward_block.cuh"
 #include "cuda/sm80/backward_config.cuh"
 #include "cuda/sm80/backward_feed.cuh"
+#include "cuda/sm80/backward_products.cuh"
 #include "cuda/sm80/backward_score.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/store.cuh"
@@ -32,6 +33,7 @@ class KeyGradients {
   static constexpr int kColumnBlocks = Config::kColumns / 16;  // of dK and dV; a warp's blocks lie kSharing apart
   using Scores = float[kI][kChunk / 8][4];
   using Packed = uint32_t[kI][kChunk / 16][4];
+  using Products = ScoreProducts<Config>;
 
  public:
   static __device__ __forceinline__ void run(const BackwardCall& call) {
@@ -178,22 +180,11 @@ class KeyGradients {
           tile::multiply<T>(rGradient, j, rValue, rOut[j]);
         }
       }
+    } else if constexpr (Products::kPaired) {
+      Products::paired(rScore, rGradient, {shared_, key_line_, query_warp_, lane_}, sLines_, sColumns_ + offset);
     } else {
-      multiply_lines(rScore, sLines_, sColumns_ + offset);
-      multiply_lines(rGradient, sLines_ + Config::kValueAt, sColumns_ + offset + kApart);
-    }
-  }
-
-  static __device__ __forceinline__ void multiply_lines(Scores& r, uint32_t sLines, uint32_t sColumns) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t rLines[kI][4], rColumns[4];
-      tile::load_rows<Operand>(rLines, Operand::columns(sLines, k));
-#pragma unroll
-      for (int j = 0; j < kChunk / 16; ++j) {
-        ptx::load_matrices(rColumns, Operand::columns(sColumns, k) + j * 16 * Operand::kRowBytes);
-        tile::multiply<T>(r, j, rLines, rColumns);
-      }
+      Products::lines(rScore, sLines_, sColumns_ + offset);
+      Products::lines(rGradient, sLines_ + Config::kValueAt, sColumns_ + offset + kApart);
     }
   }
 
