@@ -5,7 +5,8 @@
 //   dV += P^T dO, dK += dS^T Q             in registers for the whole walk
 //   dQ += dS K                             added to fp32 sums in global memory (skipped where backward_rows.cuh computes dQ)
 // Warps: kKeyWarps along the keys, 32 keys each, times kSharing along the queries of a tile. With kSharing = 1 P^T and dS^T stay in
-// registers and only dS^T crosses through shared memory, for dQ. Else both do, and dK, dV are divided by columns.
+// registers and only dS^T crosses through shared memory, for dQ. Else both do, and dK, dV are divided by columns; with kSharing = 4
+// S^T and dP^T are divided as well (backward_products.cuh).
 #pragma once
 #include <type_traits>
 
