@@ -127,8 +127,8 @@ Plan plan_sm80(const Problem& p, const Gradients* g, const Device& device, Plan 
   plan = g == nullptr ? forward_sm80(p, device, plan) : backward_sm80(p, *g, device, plan);
   if (plan.variant < 0)
     return refuse(plan, cuda::bucket(p.head_dim, p.value_dim) == 0 ? kRefusedHeadDim : kRefusedSharedMemory);
-  if (g !=
-      nullptr) {  // the kernels of rows around the one of keys: with broadcast keys and many heads they are the larger ones
+  if (g != nullptr) {
+    // The kernels of rows around the one of keys: with broadcast keys and many heads they are the larger ones.
     const int64_t rows = pieces(p, p.heads, p.rows, p.total_rows, common::kPrepareRows);
     if (rows > kMaxBlocks) plan.blocks = rows;
   }
