@@ -26,6 +26,11 @@ struct ForwardConfig {
   static constexpr bool kEarly =
       kQueries > 1;  // announce the next tile after the first blocks of this one: its Q needs a buffer
 
+  // Blocks of which one warpgroup may see nothing while another does. Those at the end of a tile and at the start of the next are
+  // passed over while a V is still in use: more stages than that, or the producer waits for it for ever.
+  static constexpr int kUnseen = (64 * (kGroups - 1) + kKeys - 1) / kKeys;
+  static_assert(2 * kUnseen <= kStages);
+
   // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle.
   static constexpr uint32_t kQueryBytes = kRows * kDim * 2, kKeyBytes = kKeys * kDim * 2;
   static constexpr uint32_t kQueryPanel = kRows * 128, kKeyPanel = kKeys * 128, kOutputPanel = 16 * 128;
@@ -34,7 +39,7 @@ struct ForwardConfig {
   static constexpr uint32_t kValueAt = kKeyAt + kStages * kKeyBytes;
   static constexpr uint32_t kOutputAt = kValueAt + kStages * kKeyBytes;
   static constexpr int kSlots = 3;  // of announced tiles: stored, computed, next
-  static constexpr uint32_t kWorkBytes = 64;
+  static constexpr uint32_t kWorkBytes = 80;
   static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
   // Tiles whose row sums overflowed: a count, then their indices. Once one is noted, later tiles are announced safe; those already
   // announced are at most kSlots, noted by each warp once.

@@ -44,12 +44,14 @@ struct Consumer {
     Slot slot;
     uint32_t empty;
     Kind kind;
+    int ahead;  // newest blocks of the tile of which this warpgroup sees nothing
   };
   __device__ __forceinline__ Tile fetch() {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
     const Slot from{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-    const Tile tile{from, barriers.work_empty(slot.stage),
-                    static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(from.kind())))};
+    ptx::fence_products();  // tells ptxas that the warp is together: what REDUX gives then stays uniform, branches on it too
+    const int order = ptx::uniform(static_cast<int>(ptx::load_shared_volatile(from.order(group))));
+    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(order & 3), order >> 2};
     slot.next();
     return tile;
   }
@@ -117,6 +119,26 @@ struct Consumer {
     value.next();
   }
 
+  // Blocks that this warpgroup does not use; the turn of each goes by, so that warpgroups take as many.
+  __device__ __forceinline__ void pass_key() {
+    ptx::wait(barriers.key_full(key.stage), key.parity);
+    begin_turn();
+    end_turn();
+    release_key();
+  }
+  __device__ __forceinline__ void pass_value() {
+    ptx::wait(barriers.value_full(value.stage), value.parity);
+    release_value();
+  }
+  __device__ __forceinline__ void pass_keys(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) pass_key();
+  }
+  __device__ __forceinline__ void pass_values(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) pass_value();
+  }
+
   // Ping-pong: the issue of products goes round the warpgroups.
   __device__ __forceinline__ void begin_turn() {
     if (C::kTurns) ptx::sync_named(1 + group, 256);
@@ -155,7 +177,7 @@ struct Consumer {
   template <bool kPack, bool kMask>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     if constexpr (C::kCapped) cap(score, p.cap_scale);
-    if constexpr (kMask) mask_block(tile, ptx::load_shared_volatile(tile.slot.last()));
+    if constexpr (kMask) mask_block(tile, static_cast<int>(ptx::load_shared_volatile(tile.slot.last())) - tile.ahead);
     float maximum[2], subtrahend[2], sum[2][2] = {};
     row_max(score, maximum);
     state.start(maximum);
@@ -167,16 +189,16 @@ struct Consumer {
   }
 
   // score = Q K[block]^T beside output += P V[block + 1], then P = softmax(score).
-  // kExact: masked, and the row maximum is followed. Else the reference of the blocks before is kept; store() checks that it held.
-  template <bool kExact>
+  // kFollow: the row maximum is followed. Else the reference of the blocks before is kept; store() checks that it held.
+  template <bool kMask, bool kFollow>
   __device__ __forceinline__ void step(const Tile& tile, int block) {
     constexpr int kPairs = C::kKeys / 4;
     float subtrahend[2], sum[2][2] = {};
     issue_both();
     wait_score();
     if constexpr (C::kCapped) cap(score, p.cap_scale);
-    if constexpr (kExact) {
-      mask_block(tile, block);
+    if constexpr (kMask) mask_block(tile, block);
+    if constexpr (kFollow) {
       float maximum[2], factor[2];
       row_max(score, maximum);
       ptx::wait_products<0>();
@@ -189,8 +211,7 @@ struct Consumer {
       const float scale_log2 = reduce_large(score, p.scale_log2, subtrahend);
       exponentials<T, 0, kPairs, 0>(score, probability, scale_log2, subtrahend, sum);
     } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) subtrahend[r] = state.top[r] * p.scale_log2;
+      state.reference<kMask>(p.scale_log2, subtrahend);
       constexpr int kFirst = C::kHalves ? kPairs / 2 : 0;
       exponentials<T, 0, kFirst, kFirst>(score, probability, p.scale_log2, subtrahend, sum);
       // Complete already: the wait ends a basic block, so that ptxas keeps these exponentials before the wait for P V.
@@ -202,10 +223,12 @@ struct Consumer {
     add(sum);
   }
 
-  // The blocks of a tile behind the first, newest first: `block` down to exact_end, on to quick_end, and on to end. Uniform, since
-  // uniform bounds make uniform loops, in which the stages of the rings stay in uniform registers and with them all descriptors.
+  // The blocks of a tile behind the first, newest first: `block` down to exact_end, on to quick_end, on to end, and those of which other
+  // warpgroups see something, down to first. Uniform, since uniform bounds make uniform loops, in which the stages of the rings stay in
+  // uniform registers and with them all descriptors.
   struct Walk {
-    int block, exact_end, quick_end, end;
+    int block, exact_end, quick_end, end, first;
+    __device__ __forceinline__ int behind() const { return end - first; }
   };
   // FULL blocks below one of which every row has seen a key take the quick step.
   __device__ __forceinline__ Walk plan_walk(const Tile& tile) {
@@ -215,19 +238,19 @@ struct Consumer {
     const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key full_end * kKeys
     const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
-    return {ptx::uniform(static_cast<int>(place.w) - 1), ptx::uniform(safe ? first : max(full_end, first)),
-            ptx::uniform(max(full_begin, first)), ptx::uniform(first)};
+    const int last = static_cast<int>(place.w) - tile.ahead, end = min(max(max(top - p.left, 0) / C::kKeys, first), last);
+    return {ptx::uniform(last - 1), ptx::uniform(safe ? end : max(full_end, end)), ptx::uniform(max(full_begin, end)),
+            ptx::uniform(end), ptx::uniform(first)};
   }
 
   __device__ __forceinline__ void walk(const Tile& tile, Walk walk) {
-    // Twice, so that each step is in the code once: the right edge, the middle; the left edge of a window, nothing.
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass, walk.exact_end = walk.end) {
+    for (; walk.block >= walk.exact_end; --walk.block) step<true, true>(tile, walk.block);
 #pragma unroll 1
-      for (; walk.block >= walk.exact_end; --walk.block) step<true>(tile, walk.block);
+    for (; walk.block >= walk.quick_end; --walk.block) step<false, false>(tile, walk.block);
 #pragma unroll 1
-      for (; walk.block >= walk.quick_end; --walk.block) step<false>(tile, walk.block);
-    }
+    for (; walk.block >= walk.end; --walk.block) step<true, false>(tile, walk.block);
+    pass_keys(walk.behind());
   }
 
   __device__ __forceinline__ void pack_probabilities() {
@@ -300,8 +323,10 @@ struct Consumer {
   }
 
   // A tile and those that follow it without a break: the first S of the next is issued before the last P V of this one.
-  // Returns what ended the chain: drain or end.
+  // Returns what ended the chain.
   __device__ __forceinline__ Tile chain(Tile tile) {
+    pass_keys(tile.ahead);
+    pass_values(tile.ahead);
     const uint64_t q = describe_query(), k = describe_key();
     ptx::wait(barriers.query_full(query.stage), query.parity);
     ptx::wait(barriers.key_full(key.stage), key.parity);
@@ -320,7 +345,9 @@ struct Consumer {
       query.next();
       following = fetch();
       if (following.kind != Kind::kTile) break;
+      pass_keys(following.ahead);
       ptx::wait(barriers.query_full(query.stage), query.parity);
+      const int unused = steps.behind() + following.ahead;
       issue_both();
       steps = plan_walk(following);
       wait_score();
@@ -328,6 +355,7 @@ struct Consumer {
       first_softmax<false>(following);
       ptx::wait_products<0>();
       release_value();
+      pass_values(unused);
       store(tile, finished);
       pack_probabilities();
       tile = following;
@@ -338,8 +366,29 @@ struct Consumer {
     multiply_probability_value(v);
     ptx::wait_products<0>();
     release_value();
+    pass_values(steps.behind());
     store(tile, state);
     return following;
+  }
+
+  // A tile in which this warpgroup has no rows. Returns by how much the rings of K and V have to move on: moved in here, they would be
+  // kept in vector registers everywhere.
+  __device__ __forceinline__ int pass(const Tile& tile) {
+    const uint4 place = ptx::load_shared_16(tile.slot.place());
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    release(barriers.query_empty(query.stage));
+    Ring<C::kStages> k = key, v = value;
+#pragma unroll 1
+    for (uint32_t block = place.z; block <= place.w; ++block, k.next(), v.next()) {
+      ptx::wait(barriers.key_full(k.stage), k.parity);
+      begin_turn();
+      end_turn();
+      release(barriers.key_empty(k.stage));
+      ptx::wait(barriers.value_full(v.stage), v.parity);
+      release(barriers.value_empty(v.stage));
+    }
+    release_work(tile);
+    return place.w - place.z + 1;
   }
 
   __device__ __forceinline__ void run() {
@@ -348,11 +397,21 @@ struct Consumer {
     while (true) {
       Tile tile = fetch();
       if (tile.kind == Kind::kTile) tile = chain(tile);
-      if (tile.kind == Kind::kEnd) break;
-      release_work(tile);
-      if (lane == 0) ptx::wait_stores<0>();
-      __syncwarp();
-      release(barriers.drained());
+      ptx::fence_products();  // see fetch()
+      const Kind kind = static_cast<Kind>(ptx::uniform(static_cast<int>(tile.kind)));
+      if (kind == Kind::kEnd) break;
+      int blocks = 0;
+      if (kind == Kind::kPass) {
+        blocks = pass(tile);
+      } else {
+        release_work(tile);
+        if (lane == 0) ptx::wait_stores<0>();
+        __syncwarp();
+        release(barriers.drained());
+      }
+      ptx::fence_products();
+      blocks = ptx::uniform(blocks);
+      key.advance(blocks), value.advance(blocks), query.advance(min(blocks, 1));
     }
     if (C::kTurns && group == 0) ptx::sync_named(1, 256);  // takes the last turn, so that no arrival is left over
     if (lane == 0) ptx::wait_stores<0>();

@@ -31,7 +31,7 @@ struct Producer {
         claim();
         index = claimed;
         claimed = -1;
-      } while (index < p.tiles && !decode<C::kRows, C::kKeys>(p, index, slot));
+      } while (index < p.tiles && !decode<C::kRows, C::kKeys, C::kGroups>(p, index, slot));
       if (index >= p.tiles) {
         redo = 0;
         kind = Kind::kDrain;
@@ -42,10 +42,14 @@ struct Producer {
         index = noted(redo);
         bool seen = false;  // several warps may have noted the tile
         for (int i = 0; i < redo; ++i) seen |= noted(i) == index;
-        if (!seen && decode<C::kRows, C::kKeys>(p, index, slot)) kind = Kind::kTile;
+        if (!seen && decode<C::kRows, C::kKeys, C::kGroups>(p, index, slot)) kind = Kind::kTile;
       }
     }
     ptx::store_shared(slot.fate(), make_uint4(index, static_cast<uint32_t>(kind), safe, 0));
+    if (kind != Kind::kTile) {
+#pragma unroll
+      for (int group = 0; group < C::kGroups; ++group) ptx::store_shared(slot.order(group), static_cast<int>(kind));
+    }
     return kind;
   }
 

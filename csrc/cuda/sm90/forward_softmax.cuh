@@ -68,10 +68,11 @@ struct Rows {
     return true;
   }
 
-  // What the exponent subtracts: finite even for rows that saw nothing (problem/softmax.h).
+  // What the exponent subtracts: finite even for rows that saw nothing (problem/softmax.h), unless kSeen says that all have.
+  template <bool kUnseen = true>
   __device__ __forceinline__ void reference(float scale_log2, float (&subtrahend)[2]) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) subtrahend[r] = problem::Softmax<float>::reference(top[r]) * scale_log2;
+    for (int r = 0; r < 2; ++r) subtrahend[r] = (kUnseen ? problem::Softmax<float>::reference(top[r]) : top[r]) * scale_log2;
   }
 };
 

@@ -43,9 +43,10 @@ struct ForwardArguments {
   unsigned* counter;                      // next tile, finished blocks: zero on entry and on exit
 };
 
-enum class Kind : int { kTile, kDrain, kEnd };  // kDrain: finish what was begun, then more may come
+// kDrain: finish what was begun, then more may come. kPass: a tile in which the warpgroup has no rows.
+enum class Kind : int { kTile, kDrain, kEnd, kPass };
 
-// A tile as the producer announces it, in a slot of shared memory: 64 bytes. Key blocks [first, last] are walked newest first;
+// A tile as the producer announces it, in a slot of shared memory: 64 bytes and the orders. Key blocks [first, last] are walked newest first;
 // last >= first always.
 struct Slot {
   uint32_t at;
@@ -59,6 +60,8 @@ struct Slot {
   __device__ __forceinline__ uint32_t source() const {
     return at + 48;
   }  // kv head; row 0 of the keys in the maps: row, sequence, wrap
+  // One word per warpgroup of the forward: its Kind, and times 4 the newest blocks of which it sees nothing.
+  __device__ __forceinline__ uint32_t order(int group) const { return at + 64 + 4 * group; }
   __device__ __forceinline__ uint32_t row() const { return at; }
   __device__ __forceinline__ uint32_t last() const { return at + 12; }
   __device__ __forceinline__ uint32_t kind() const { return at + 36; }
@@ -75,9 +78,9 @@ __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch,
   return low;
 }
 
-// Describes tile `index` in `slot`, all but its fate; false if the index is idle (packed sequences leave gaps).
+// Describes tile `index` in `slot`, all but its fate, with the orders of kGroups warpgroups; false if the index is idle (packed sequences leave gaps).
 // Stores as it goes: the producer has few registers.
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, int kGroups = 0>
 __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slot slot) {
   int plane, piece;
   if (p.uneven) {
@@ -113,7 +116,16 @@ __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slo
   const int first = max(row + diagonal - p.left, 0);
   const int last = min(min(row + kRows, rows) - 1 + diagonal + p.right, keys - 1);
   const bool seen = first <= last;  // else one block, wholly masked
-  ptx::store_shared(slot.place(), make_uint4(row, head, seen ? first / kKeys : 0, seen ? last / kKeys : 0));
+  const int first_block = seen ? first / kKeys : 0, last_block = seen ? last / kKeys : 0;
+  ptx::store_shared(slot.place(), make_uint4(row, head, first_block, last_block));
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const int begin = row + 64 * group;
+    const int mine = min(min(begin + 64, rows) - 1 + diagonal + p.right, keys - 1) / kKeys;
+    const int ahead = max(last_block - max(mine, first_block), 0);
+    ptx::store_shared(slot.order(group),
+                      begin < rows ? ahead * 4 + static_cast<int>(Kind::kTile) : static_cast<int>(Kind::kPass));
+  }
   return true;
 }
 
