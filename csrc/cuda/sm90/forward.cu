@@ -3,7 +3,6 @@
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_arguments.h"
 #include "cuda/sm90/forward_launch.cuh"
-#include "cuda/sm90/gaps.h"
 #include "cuda/sm90/tensor_map.h"
 #include "problem/softmax.h"
 
@@ -34,13 +33,18 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   if (const cudaError_t error = encode_maps(&arguments, p, tile); error != cudaSuccess) return error;
   set_row_work(&arguments, p, forward_tiles(p, plan.variant), kSectionBytes);
   arguments.sinks = static_cast<const float*>(p.sinks);
+  if (p.packed()) {
+    const int64_t bytes = problem::size_of(p.dtype);
+    arguments.gaps = static_cast<char*>(p.out.data);
+    arguments.gap_row = p.out.row * bytes;
+    arguments.gap_head = p.out.head * bytes;
+    arguments.gap_chunks = static_cast<int>(p.value_dim * bytes / 16);
+  }
   arguments.edges = p.packed() || p.right < problem::kOpen || p.left < problem::kOpen || p.keys % tile.keys != 0;
   const bool capped = p.softcap > 0;
   arguments.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
   arguments.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
-  if (p.packed())
-    if (const cudaError_t error = clear_gaps(p, stream); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)
                                              : launch_forward<__nv_bfloat16>(plan.variant, capped, arguments, blocks, stream);

@@ -23,6 +23,7 @@
 // hangs on anything but an argument of the kernel makes ptxas serialise the products (C7514).
 #pragma once
 #include "cuda/sm90/forward_consumer.cuh"
+#include "cuda/sm90/forward_gaps.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
 namespace flash::sm90 {
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_co
   if (warpgroup == 0) {
     ptx::give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) Producer<C>{p, base, barriers}.run();
+    if (threadIdx.x / 32 == 1 && p.gaps != nullptr) clear_gaps(p);
   } else {
     ptx::take_registers<C::kConsumerRegisters>();
     Consumer<C>(p, base, barriers, warpgroup - 1).run();

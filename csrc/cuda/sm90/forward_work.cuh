@@ -23,6 +23,9 @@ struct ForwardArguments {
   float* lse;                          // [batch, heads, rows], packed [heads, total]; may be null
   int64_t lse_batch, lse_head;
   const float* sinks;  // [heads] or null
+  char* gaps;          // out, if packed: rows that belong to no sequence are cleared
+  int64_t gap_row, gap_head;  // strides of out, bytes
+  int gap_chunks;             // of 16 bytes in a row of a head
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
   int total_rows, total_keys;
   int batch;
@@ -34,7 +37,7 @@ struct ForwardArguments {
   float scale_log2;  // score * scale_log2 is the exponent; score is q.k, or tanh(q.k * cap_scale) when capped
   float cap_scale;
   // Tiles are numbered section by section: planes (dense batch * heads, packed heads) handed out together, so that their K and V stay
-  // in L2, the longest rows of all of them first. uneven false: all tiles are as long, one plane after the other.
+  // in L2, the last rows of all of them first: causal ones see most keys. uneven false: all tiles are as long, plane after plane.
   bool uneven;
   int tiles, full_sections;               // of all planes; sections of full size, before one that may be smaller
   common::Divisor row_tiles;              // tiles per plane: dense per (batch, head), packed all slots of a head
@@ -100,7 +103,6 @@ __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slo
     rows = min(min(p.cu_seqlens_q[batch + 1], p.total_rows) - start, rows);
     piece -= start / kRows + batch;
     if (piece * kRows >= rows) return false;
-    piece = (rows + kRows - 1) / kRows - 1 - piece;
     const int key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
     keys = max(min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, keys), 0);
     ptx::store_shared(slot.sequence(), make_uint4(rows, keys, kWrap - rows, start + rows));
