@@ -23,8 +23,7 @@ struct ForwardConfig {
   static constexpr bool kHalves = kTile.halves;   // half of the exponentials before P V of the block before is waited for
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
-  static constexpr bool kEarly =
-      kQueries > 1;  // announce the next tile after the first blocks of this one: its Q needs a buffer
+  static constexpr bool kEarly = kQueries > 1;  // Q of the next tile is loaded while this one's is in use
 
   // Blocks of which one warpgroup may see nothing while another does. Those at the end of a tile and at the start of the next are
   // passed over while a V is still in use: more stages than that, or the producer waits for it for ever.

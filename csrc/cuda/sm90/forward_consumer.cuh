@@ -322,11 +322,9 @@ struct Consumer {
     for (int i = 0; i < C::kDim / 2; ++i) output[i] = 0;
   }
 
-  // A tile and those that follow it without a break: the first S of the next is issued before the last P V of this one.
-  // Returns what ended the chain.
-  __device__ __forceinline__ Tile chain(Tile tile) {
+  // score = Q K^T of the first block of a tile, then P, with nothing else under way.
+  __device__ __forceinline__ Walk begin(const Tile& tile) {
     pass_keys(tile.ahead);
-    pass_values(tile.ahead);
     const uint64_t q = describe_query(), k = describe_key();
     ptx::wait(barriers.query_full(query.stage), query.parity);
     ptx::wait(barriers.key_full(key.stage), key.parity);
@@ -334,32 +332,16 @@ struct Consumer {
     ptx::fence_products();
     multiply_query_key(q, k);
     end_turn();
-    Walk steps = plan_walk(tile);
+    const Walk steps = plan_walk(tile);
     ptx::wait_products<0>();
     release_key();
     first_softmax<true>(tile);
-    Tile following;
-    while (true) {
-      walk(tile, steps);
-      release(barriers.query_empty(query.stage));
-      query.next();
-      following = fetch();
-      if (following.kind != Kind::kTile) break;
-      pass_keys(following.ahead);
-      ptx::wait(barriers.query_full(query.stage), query.parity);
-      const int unused = steps.behind() + following.ahead;
-      issue_both();
-      steps = plan_walk(following);
-      wait_score();
-      const Rows finished = state;
-      first_softmax<false>(following);
-      ptx::wait_products<0>();
-      release_value();
-      pass_values(unused);
-      store(tile, finished);
-      pack_probabilities();
-      tile = following;
-    }
+    pass_values(tile.ahead);
+    return steps;
+  }
+
+  // The last P V of a tile, and its output.
+  __device__ __forceinline__ void finish(const Tile& tile, const Walk& steps) {
     const uint64_t v = describe_value();
     ptx::wait(barriers.value_full(value.stage), value.parity);
     ptx::fence_products();
@@ -368,6 +350,41 @@ struct Consumer {
     release_value();
     pass_values(steps.behind());
     store(tile, state);
+  }
+
+  // A tile and those that follow it. With two buffers of Q there is no break between them: the first S of the next is issued before the
+  // last P V of this one. With one, Q of the next is loaded while the last P V runs and the output is stored.
+  // Returns what ended the chain.
+  __device__ __forceinline__ Tile chain(Tile tile) {
+    Walk steps = begin(tile);
+    Tile following;
+    while (true) {
+      walk(tile, steps);
+      release(barriers.query_empty(query.stage));
+      query.next();
+      following = fetch();
+      if (following.kind != Kind::kTile) break;
+      if constexpr (C::kEarly) {
+        pass_keys(following.ahead);
+        ptx::wait(barriers.query_full(query.stage), query.parity);
+        const int unused = steps.behind() + following.ahead;
+        issue_both();
+        steps = plan_walk(following);
+        wait_score();
+        const Rows finished = state;
+        first_softmax<false>(following);
+        ptx::wait_products<0>();
+        release_value();
+        pass_values(unused);
+        store(tile, finished);
+        pack_probabilities();
+      } else {
+        finish(tile, steps);
+        steps = begin(following);
+      }
+      tile = following;
+    }
+    finish(tile, steps);
     return following;
   }
 

@@ -70,6 +70,42 @@ struct Producer {
     return kind;
   }
 
+  // Into L2, what the tile in slot `announced` is the first to read: of plane after plane of equal tiles each fetches a share of the
+  // keys, of causal ones the last tile, which is handed out first, the newest of them. Loads of short sequences come from DRAM otherwise.
+  __device__ __forceinline__ void prefetch(int announced) {
+    const Slot tile = slot_at(announced);
+    const uint4 place = ptx::load_shared_16(tile.place());
+    const int row = static_cast<int>(place.x), first = static_cast<int>(place.z), last = static_cast<int>(place.w);
+    int block, step;
+    if (p.uneven) {
+      if (row + C::kRows < static_cast<int>(ptx::load_shared_volatile(tile.sequence()))) return;
+      block = max(first, last - kAhead + 1), step = 1;
+    } else {
+      step = p.row_tiles.value(), block = first + row / C::kRows;
+    }
+    const uint4 from = ptx::load_shared_16(tile.source());
+#pragma unroll 1
+    for (; block <= last; block += step) {
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        const ptx::Box box{64 * panel, static_cast<int>(from.y) + block * C::kKeys, static_cast<int>(from.x),
+                           static_cast<int>(from.z), static_cast<int>(from.w)};
+        ptx::prefetch_box(&p.key, box);
+        ptx::prefetch_box(&p.value, box);
+      }
+    }
+  }
+  static constexpr int kAhead = 8;  // blocks
+
+  __device__ __forceinline__ void prefetch_query(int announced) {
+    const Slot from = slot_at(announced);
+    const uint4 place = ptx::load_shared_16(from.place()), sequence = ptx::load_shared_16(from.sequence());
+    const int row = static_cast<int>(sequence.z + place.x), wrap = ptx::load_shared_volatile(from.source() + 12);
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel)
+      ptx::prefetch_box(&p.query, {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
+  }
+
   __device__ __forceinline__ void load_query(int announced) {
     ptx::wait(barriers.query_empty(query.stage), query.parity ^ 1);
     const uint32_t full = barriers.query_full(query.stage), query_at = base + C::kQueryAt + query.stage * C::kQueryBytes;
@@ -120,6 +156,7 @@ struct Producer {
         load_key(last, announced);
       }
       if (owed >= 0) load_value(owed, before);
+      if (!C::kEarly && kind == Kind::kTile) load_query(announced);
       if (kind == Kind::kEnd) break;
       owed = kind == Kind::kTile ? first : -1;
       if (kind == Kind::kDrain && begun) ptx::wait(barriers.drained(), 0);  // all tiles are stored: the redo list is final
@@ -128,20 +165,23 @@ struct Producer {
       announced = announced + 1 == C::kSlots ? 0 : announced + 1;
       // The next tile is announced a few blocks before the end of this one, so early that its Q is there in time and as late as that:
       // who claims late claims the better (causal tiles are handed out longest first). With one buffer of Q, which this tile still
-      // reads, it is announced before the last blocks, and its Q is loaded behind them.
-      const int lead = C::kEarly ? max(min(last - 2, first + 3), first - 1) : min(first, last - 1);
+      // reads, Q waits in L2 until then.
+      const int lead = max(min(last - 2, first + 3), first - 1);
 #pragma unroll 1
       for (int block = last - 1;; --block) {
         if (block == min(lead + 1, last - 1)) claim();
         if (block == lead) {
           kind = announce_next();
-          if (C::kEarly && kind == Kind::kTile) load_query(announced);
+          if (kind == Kind::kTile) {
+            if (C::kEarly) load_query(announced);
+            prefetch(announced);
+            if (!C::kEarly) prefetch_query(announced);
+          }
         }
         if (block < first) break;
         load_key(block, before);
         load_value(block + 1, before);
       }
-      if (!C::kEarly && kind == Kind::kTile) load_query(announced);
     }
     __threadfence();
     if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;

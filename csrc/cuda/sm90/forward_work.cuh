@@ -22,8 +22,8 @@ struct ForwardArguments {
   CUtensorMap query, key, value, out;  // of the boxes [rows, 64], [keys, 64], [keys, 64], [16, 64]
   float* lse;                          // [batch, heads, rows], packed [heads, total]; may be null
   int64_t lse_batch, lse_head;
-  const float* sinks;  // [heads] or null
-  char* gaps;          // out, if packed: rows that belong to no sequence are cleared
+  const float* sinks;         // [heads] or null
+  char* gaps;                 // out, if packed: rows that belong to no sequence are cleared
   int64_t gap_row, gap_head;  // strides of out, bytes
   int gap_chunks;             // of 16 bytes in a row of a head
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
