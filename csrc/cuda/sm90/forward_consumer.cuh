@@ -167,8 +167,8 @@ struct Consumer {
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
   template <bool kPack>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
-    // The whole stage twice: ptxas serialises products around a branch within it (C7514). Few registers have no room for two.
-    if (C::kConsumerRegisters < 200 || p.edges) {
+    // The whole stage twice: ptxas serialises products around a branch within it (C7514).
+    if (p.edges) {
       first_softmax<kPack, true>(tile);
     } else {
       first_softmax<kPack, false>(tile);
