@@ -28,6 +28,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// min.NaN.f32: the smaller, NaN if either is.
+__device__ __forceinline__ float min_nan(float x, float y) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+
 // cvt.rn.bf16x2.f32, cvt.rn.f16x2.f32: two floats as one register, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
   uint32_t r;

@@ -147,12 +147,22 @@ struct Consumer {
     if (C::kTurns) ptx::arrive_named(1 + (group + 1) % C::kGroups, 256);
   }
 
-  __device__ __forceinline__ void mask_block(const Tile& tile, int block) {
+  // Scores as the softmax takes them: capped, and -inf where a row does not see the key.
+  template <bool kMask>
+  __device__ __forceinline__ void modify(const Tile& tile, int block) {
+    if constexpr (C::kCapped) {
+      if constexpr (kMask) mask_block(tile, block, 0);
+      cap(score, p.cap_scale);
+    }
+    if constexpr (kMask) mask_block(tile, block, -INFINITY);
+  }
+  __device__ __forceinline__ void mask_block(const Tile& tile, int block, float hidden) {
     const int row = ptx::load_shared_volatile(tile.slot.row());
     const uint4 sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y),
               diagonal = p.bottom_right ? keys - rows : 0;
-    mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys);
+    mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys,
+         hidden);
   }
 
   __device__ __forceinline__ void add(const float (&sum)[2][2]) {
@@ -176,8 +186,7 @@ struct Consumer {
   }
   template <bool kPack, bool kMask>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
-    if constexpr (C::kCapped) cap(score, p.cap_scale);
-    if constexpr (kMask) mask_block(tile, static_cast<int>(ptx::load_shared_volatile(tile.slot.last())) - tile.ahead);
+    modify<kMask>(tile, kMask ? static_cast<int>(ptx::load_shared_volatile(tile.slot.last())) - tile.ahead : 0);
     float maximum[2], subtrahend[2], sum[2][2] = {};
     row_max(score, maximum);
     state.start(maximum);
@@ -196,8 +205,7 @@ struct Consumer {
     float subtrahend[2], sum[2][2] = {};
     issue_both();
     wait_score();
-    if constexpr (C::kCapped) cap(score, p.cap_scale);
-    if constexpr (kMask) mask_block(tile, block);
+    modify<kMask>(tile, block);
     if constexpr (kFollow) {
       float maximum[2], factor[2];
       row_max(score, maximum);

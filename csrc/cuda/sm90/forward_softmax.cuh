@@ -122,12 +122,26 @@ __device__ __forceinline__ void exponentials(float (&score)[kScores], uint32_t (
   }
 }
 
-// Softcap: score -> tanh(score * cap_scale), as 1 - 2 / (e^2x + 1).
+// Softcap: score -> tanh(score * cap_scale), as 1 - 2 / (e^2x + 1). Special functions bind here, so four scores of a row share a
+// reciprocal, and with it a NaN: keys that the row does not see have to be masked before.
 template <int kScores>
 __device__ __forceinline__ void cap(float (&score)[kScores], float cap_scale) {
+  static_assert(kScores % 8 == 0);
   const float unit = cap_scale * 2.f * problem::Softmax<float>::kLog2e;
+  constexpr float kMost = 30;  // beyond, tanh is 1 in fp32; four factors of 2^30 do not overflow
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) score[i] = fmaf(-2.f, ptx::reciprocal(ptx::exp2(score[i] * unit) + 1.f), 1.f);
+  for (int i = 0; i < kScores; i += 8) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float* const own[4] = {score + i + 2 * r, score + i + 2 * r + 1, score + i + 2 * r + 4, score + i + 2 * r + 5};
+      float e[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e[j] = ptx::exp2(ptx::min_nan(*own[j] * unit, kMost)) + 1.f;
+      const float low = e[0] * e[1], high = e[2] * e[3], all = ptx::reciprocal(low * high) * -2.f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) *own[j] = fmaf(all * (j < 2 ? high : low), e[j ^ 1], 1.f);
+    }
+  }
 }
 
 // Which of a lane's keys of a row lie below `end`: bit 2 j + e is key 8 j + e, all counted from the lane's first key.
@@ -136,10 +150,11 @@ __device__ __forceinline__ uint32_t keys_below(int end) {
   return ~__funnelshift_lc(0u, ~0u, count);
 }
 
-// -inf where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart. One bit per key: ptxas turns eight of
+// -inf, or what else is `hidden`, where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart. One bit per key: ptxas turns eight of
 // them into predicates at once (R2P), where comparisons would cost two instructions a score.
 template <int kScores>
-__device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int first_key, int left, int right, int keys) {
+__device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int first_key, int left, int right, int keys,
+                                     float hidden = -INFINITY) {
   static_assert(kScores <= 64);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -147,7 +162,7 @@ __device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int
     const uint32_t seen = keys_below(min(keys, row + right + 1) - first_key) & ~keys_below(row - left - first_key);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
-      if ((seen & (1u << i)) == 0) score[4 * (i / 2) + 2 * r + i % 2] = -INFINITY;
+      if ((seen & (1u << i)) == 0) score[4 * (i / 2) + 2 * r + i % 2] = hidden;
   }
 }
 
