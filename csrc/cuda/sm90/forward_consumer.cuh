@@ -6,6 +6,7 @@
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/forward_config.cuh"
+#include "cuda/sm90/forward_output.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_work.cuh"
 
@@ -14,9 +15,6 @@ namespace flash::sm90 {
 template <class C>
 struct Consumer {
   using T = typename C::T;
-  static constexpr bool kHalf = std::is_same_v<T, __half>;
-  // Tiles with sums beyond these are done again with the row maximum followed: sums stay finite below, and probabilities fit fp16.
-  static constexpr float kLimit = 0x1p64f, kHalfLimit = 6e4f;
 
   const ForwardArguments& p;
   const uint32_t base;
@@ -170,7 +168,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const float share = sum[r][0] + sum[r][1];
       state.sum[r] += share;
-      if constexpr (kHalf) state.peak[r] = fmaxf(state.peak[r], share);
+      if constexpr (std::is_same_v<T, __half>) state.peak[r] = fmaxf(state.peak[r], share);
     }
   }
 
@@ -266,62 +264,13 @@ struct Consumer {
     for (int i = 0; i < C::kKeys / 4; ++i) probability[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
   }
 
-  // O / l and lse of a finished tile; each warp stores its own 16 rows.
-  __device__ __forceinline__ void store(const Tile& tile, Rows rows) {
-    const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence()),
-                fate = ptx::load_shared_16(tile.slot.fate());
+  // O / l and lse of a finished tile.
+  __device__ __forceinline__ void store(const Tile& tile, const Rows& rows) {
+    const Finished finished{ptx::load_shared_16(tile.slot.place()), ptx::load_shared_16(tile.slot.sequence()),
+                            ptx::load_shared_16(tile.slot.fate())};
     release_work(tile);
-    const int row = static_cast<int>(place.x) + group * 64 + warp * 16, head = static_cast<int>(place.y);
-    const int map_row = static_cast<int>(sequence.z) + row, map_sequence = static_cast<int>(sequence.w);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
-      rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 2);
-    }
-    float top[2];  // in log2 units
-    rows.reference(p.scale_log2, top);
-    bool fits = rows.sum[0] < kLimit && rows.sum[1] < kLimit && fabsf(top[0]) <= kLargest && fabsf(top[1]) <= kLargest;
-    if constexpr (kHalf) fits &= fmaxf(rows.peak[0], rows.peak[1]) < kHalfLimit;
-    if (__any_sync(~0u, !fits) && lane == 0 && fate.z == 0) {
-      const int entry = ptx::add_shared(base + C::kRedoAt, 1);
-      ptx::store_shared(base + C::kRedoAt + 4 + 4 * entry, fate.x);
-    }
-    float scale[2] = {1, 1};
-    if (p.sinks != nullptr) fold_sink(p.sinks[head], rows.sum, top, scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) scale[r] = rows.sum[r] == 0 ? 0.f : scale[r] * ptx::reciprocal(rows.sum[r]);
-    if (p.lse != nullptr) {
-      const int length = static_cast<int>(sequence.x), mine = row + lane / 4;
-      const int64_t first = p.cu_seqlens_q != nullptr ? map_sequence - length : map_sequence * p.lse_batch;
-      float* to = p.lse + head * p.lse_head + first + mine;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float lse = (top[r] + ptx::log2(rows.sum[r])) * static_cast<float>(problem::Softmax<double>::kLn2);
-        if ((lane & 3) == 0 && mine + 8 * r < length) to[8 * r] = rows.sum[r] == 0 ? -INFINITY : lse;
-      }
-    }
     const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
-#pragma unroll
-    for (int panel = 0; panel < C::kPanels; ++panel) {
-      const uint32_t to = staging + (panel % C::kOutputs) * C::kOutputPanel;
-      if (lane == 0) ptx::wait_stores_read<C::kOutputs - 1>();
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {  // 16 rows x 16 columns
-        const float* o = output + panel * 32 + j * 8;
-        const uint32_t chunk = (2 * j + lane / 16) ^ (lane & 7);
-        ptx::store_matrices(
-            to + (lane & 15) * 128 + chunk * 16,
-            {ptx::pack(o[0] * scale[0], o[1] * scale[0], T()), ptx::pack(o[2] * scale[1], o[3] * scale[1], T()),
-             ptx::pack(o[4] * scale[0], o[5] * scale[0], T()), ptx::pack(o[6] * scale[1], o[7] * scale[1], T())});
-      }
-      ptx::fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        ptx::store_box(&p.out, to, {64 * panel, map_row, head, map_sequence, p.cu_seqlens_q != nullptr ? kWrap : 0});
-        ptx::commit_stores();
-      }
-    }
+    store_rows<C>(p, finished, group * 64 + warp * 16, lane, base + C::kRedoAt, staging, rows, output);
     clear();
   }
 
