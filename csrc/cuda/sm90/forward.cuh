@@ -25,6 +25,7 @@
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/forward_gaps.cuh"
 #include "cuda/sm90/forward_producer.cuh"
+#include "cuda/sm90/forward_scheduler.cuh"
 
 namespace flash::sm90 {
 
@@ -46,7 +47,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_co
   if (warpgroup == 0) {
     ptx::give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) Producer<C>{p, base, barriers}.run();
-    if (threadIdx.x / 32 == 1 && p.gaps != nullptr) clear_gaps(p);
+    if (threadIdx.x == 32) Scheduler<C>{p, base, barriers}.run();
+    if (threadIdx.x / 32 == 2 && p.gaps != nullptr) clear_gaps(p);
   } else {
     ptx::take_registers<C::kConsumerRegisters>();
     Consumer<C>(p, base, barriers, warpgroup - 1).run();

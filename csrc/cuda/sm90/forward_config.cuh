@@ -37,19 +37,18 @@ struct ForwardConfig {
   static constexpr uint32_t kKeyAt = kQueryAt + kQueries * kQueryBytes;
   static constexpr uint32_t kValueAt = kKeyAt + kStages * kKeyBytes;
   static constexpr uint32_t kOutputAt = kValueAt + kStages * kKeyBytes;
-  static constexpr int kSlots = 3;  // of announced tiles: stored, computed, next
+  static constexpr int kSlots = 4;  // of announced tiles: stored, computed, next, and one that is being described
   static constexpr uint32_t kWorkBytes = 80;
   static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
   // Tiles whose row sums overflowed: a count, then their indices. Once one is noted, later tiles are announced safe; those already
   // announced are at most kSlots, noted by each warp once.
   static constexpr uint32_t kRedoAt = kWorkAt + kSlots * kWorkBytes;
-  static constexpr int kRedoEntries = 63;
-  static_assert(kSlots * 4 * kGroups <= kRedoEntries);
+  static constexpr int kRedoEntries = kSlots * 4 * kGroups + 1;
   static constexpr uint32_t kBarriersAt = kRedoAt + 4 * (1 + kRedoEntries);
-  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries + 4 * kStages + 2 * kSlots + 1);
+  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries + 4 * kStages + 2 * kSlots + 2);
 };
 
-// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp.
+// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp, and of the producer for a slot.
 template <class C>
 struct Barriers {
   uint32_t base;
@@ -61,7 +60,8 @@ struct Barriers {
   __device__ __forceinline__ uint32_t value_empty(int i) const { return key_full(3 * C::kStages + i); }
   __device__ __forceinline__ uint32_t work_full(int i) const { return key_full(4 * C::kStages + i); }
   __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
-  __device__ __forceinline__ uint32_t drained() const { return work_full(2 * C::kSlots); }
+  __device__ __forceinline__ uint32_t asked() const { return work_full(2 * C::kSlots); }  // the producer wants a tile
+  __device__ __forceinline__ uint32_t drained() const { return work_full(2 * C::kSlots + 1); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * C::kGroups;
@@ -70,7 +70,8 @@ struct Barriers {
       ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
       ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
     }
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps);
+    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps + 1);
+    ptx::init_barrier(asked(), 1);
     ptx::init_barrier(drained(), kWarps);
     ptx::fence_barrier_init();
   }
