@@ -18,6 +18,7 @@ struct ForwardConfig {
   static constexpr int kRows = 64 * kGroups, kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;    // of K and of V
   static constexpr int kQueries = kTile.queries;  // buffers of Q
+  static constexpr int kParts = query_parts(kTile);
   static constexpr int kOutputs = kTile.outputs;  // staging panels of O per warp
   static constexpr bool kTurns = kTile.turns;     // ping-pong: warpgroups take turns at issuing products
   static constexpr bool kHalves = kTile.halves;   // half of the exponentials before P V of the block before is waited for
@@ -32,7 +33,8 @@ struct ForwardConfig {
 
   // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle.
   static constexpr uint32_t kQueryBytes = kRows * kDim * 2, kKeyBytes = kKeys * kDim * 2;
-  static constexpr uint32_t kQueryPanel = kRows * 128, kKeyPanel = kKeys * 128, kOutputPanel = 16 * 128;
+  static constexpr uint32_t kPartBytes = kQueryBytes / kParts, kQueryPanel = kRows / kParts * 128, kKeyPanel = kKeys * 128,
+                            kOutputPanel = 16 * 128;
   static constexpr uint32_t kQueryAt = 0;
   static constexpr uint32_t kKeyAt = kQueryAt + kQueries * kQueryBytes;
   static constexpr uint32_t kValueAt = kKeyAt + kStages * kKeyBytes;
@@ -45,16 +47,16 @@ struct ForwardConfig {
   static constexpr uint32_t kRedoAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr int kRedoEntries = kSlots * 4 * kGroups + 1;
   static constexpr uint32_t kBarriersAt = kRedoAt + 4 * (1 + kRedoEntries);
-  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries + 4 * kStages + 2 * kSlots + 2);
+  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries * kParts + 4 * kStages + 2 * kSlots + 2);
 };
 
-// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp, and of the producer for a slot.
+// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp, and of the producer for a slot. Q: of each part.
 template <class C>
 struct Barriers {
   uint32_t base;
-  __device__ __forceinline__ uint32_t query_full(int i) const { return base + 8 * i; }
-  __device__ __forceinline__ uint32_t query_empty(int i) const { return query_full(C::kQueries + i); }
-  __device__ __forceinline__ uint32_t key_full(int i) const { return query_full(2 * C::kQueries + i); }
+  __device__ __forceinline__ uint32_t query_full(int i, int part) const { return base + 8 * (i * C::kParts + part); }
+  __device__ __forceinline__ uint32_t query_empty(int i, int part) const { return query_full(C::kQueries + i, part); }
+  __device__ __forceinline__ uint32_t key_full(int i) const { return query_full(2 * C::kQueries, i); }
   __device__ __forceinline__ uint32_t key_empty(int i) const { return key_full(C::kStages + i); }
   __device__ __forceinline__ uint32_t value_full(int i) const { return key_full(2 * C::kStages + i); }
   __device__ __forceinline__ uint32_t value_empty(int i) const { return key_full(3 * C::kStages + i); }
@@ -65,7 +67,8 @@ struct Barriers {
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * C::kGroups;
-    for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kWarps);
+    for (int i = 0; i < C::kQueries * C::kParts; ++i)
+      ptx::init_barrier(query_full(0, i), 1), ptx::init_barrier(query_empty(0, i), kWarps / C::kParts);
     for (int i = 0; i < C::kStages; ++i) {
       ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
       ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);

@@ -58,9 +58,13 @@ struct Consumer {
     release(tile.empty);
   }
 
+  // Of Q, the one with this warpgroup's rows.
+  __device__ __forceinline__ int part() const { return C::kParts == 1 ? 0 : group; }
+
   // Descriptors of the current stages.
-  __device__ __forceinline__ uint64_t describe_query() const {
-    return ptx::describe_matrix(base + C::kQueryAt + query.stage * C::kQueryBytes + group * 64 * 128, 16, 1024);
+  __device__ __forceinline__ uint64_t describe_query(int offset = 0) const {
+    const uint32_t rows = C::kParts == 1 ? group * 64 * 128 : group * C::kPartBytes;
+    return ptx::describe_matrix(base + C::kQueryAt + query.stage * C::kQueryBytes + rows + offset, 16, 1024);
   }
   __device__ __forceinline__ uint64_t describe_key() const {
     return ptx::describe_matrix(base + C::kKeyAt + key.stage * C::kKeyBytes, 16, 1024);
@@ -91,8 +95,8 @@ struct Consumer {
   }
 
   // Issues score = Q K^T of the current key stage and output += P V of the current value stage, once both are there.
-  __device__ __forceinline__ void issue_both() {
-    const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
+  __device__ __forceinline__ void issue_both(int offset) {
+    const uint64_t q = describe_query(offset), k = describe_key(), v = describe_value();
     ptx::wait(barriers.key_full(key.stage), key.parity);
     begin_turn();
     ptx::fence_products();
@@ -173,16 +177,15 @@ struct Consumer {
   }
 
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
-  template <bool kPack>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     // The whole stage twice: ptxas serialises products around a branch within it (C7514).
     if (p.edges) {
-      first_softmax<kPack, true>(tile);
+      first_softmax<true>(tile);
     } else {
-      first_softmax<kPack, false>(tile);
+      first_softmax<false>(tile);
     }
   }
-  template <bool kPack, bool kMask>
+  template <bool kMask>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     modify<kMask>(tile, kMask ? static_cast<int>(ptx::load_shared_volatile(tile.slot.last())) - tile.ahead : 0);
     float maximum[2], subtrahend[2], sum[2][2] = {};
@@ -191,7 +194,7 @@ struct Consumer {
     state.reference(p.scale_log2, subtrahend);
     const float scale_log2 = reduce_large(score, p.scale_log2, subtrahend);
     constexpr int kPairs = C::kKeys / 4;
-    exponentials<T, 0, kPairs, kPack ? 0 : kPairs>(score, probability, scale_log2, subtrahend, sum);
+    exponentials<T, 0, kPairs, 0>(score, probability, scale_log2, subtrahend, sum);
     add(sum);
   }
 
@@ -201,7 +204,8 @@ struct Consumer {
   __device__ __forceinline__ void step(const Tile& tile, int block) {
     constexpr int kPairs = C::kKeys / 4;
     float subtrahend[2], sum[2][2] = {};
-    issue_both();
+    // 0 that ptxas cannot see: it would compute all descriptors of a wide Q before the loop, for which uniform registers do not suffice.
+    issue_both(C::kDim > 128 ? block >> 31 : 0);
     wait_score();
     modify<kMask>(tile, block);
     if constexpr (kFollow) {
@@ -259,18 +263,13 @@ struct Consumer {
     pass_keys(walk.behind());
   }
 
-  __device__ __forceinline__ void pack_probabilities() {
-#pragma unroll
-    for (int i = 0; i < C::kKeys / 4; ++i) probability[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
-  }
-
   // O / l and lse of a finished tile.
-  __device__ __forceinline__ void store(const Tile& tile, const Rows& rows) {
+  __device__ __forceinline__ void store(const Tile& tile) {
     const Finished finished{ptx::load_shared_16(tile.slot.place()), ptx::load_shared_16(tile.slot.sequence()),
                             ptx::load_shared_16(tile.slot.fate())};
     release_work(tile);
     const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
-    store_rows<C>(p, finished, group * 64 + warp * 16, lane, base + C::kRedoAt, staging, rows, output);
+    store_rows<C>(p, finished, group * 64 + warp * 16, lane, base + C::kRedoAt, staging, state, output);
     clear();
   }
 
@@ -283,7 +282,7 @@ struct Consumer {
   __device__ __forceinline__ Walk begin(const Tile& tile) {
     pass_keys(tile.ahead);
     const uint64_t q = describe_query(), k = describe_key();
-    ptx::wait(barriers.query_full(query.stage), query.parity);
+    ptx::wait(barriers.query_full(query.stage, part()), query.parity);
     ptx::wait(barriers.key_full(key.stage), key.parity);
     begin_turn();
     ptx::fence_products();
@@ -292,7 +291,7 @@ struct Consumer {
     const Walk steps = plan_walk(tile);
     ptx::wait_products<0>();
     release_key();
-    first_softmax<true>(tile);
+    first_softmax(tile);
     pass_values(tile.ahead);
     return steps;
   }
@@ -306,7 +305,7 @@ struct Consumer {
     ptx::wait_products<0>();
     release_value();
     pass_values(steps.behind());
-    store(tile, state);
+    store(tile);
   }
 
   // A tile and those that follow it. With two buffers of Q there is no break between them: the first S of the next is issued before the
@@ -317,24 +316,31 @@ struct Consumer {
     Tile following;
     while (true) {
       walk(tile, steps);
-      release(barriers.query_empty(query.stage));
+      release(barriers.query_empty(query.stage, part()));
       query.next();
       following = fetch();
       if (following.kind != Kind::kTile) break;
       if constexpr (C::kEarly) {
         pass_keys(following.ahead);
-        ptx::wait(barriers.query_full(query.stage), query.parity);
         const int unused = steps.behind() + following.ahead;
-        issue_both();
+        const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
+        ptx::wait(barriers.value_full(value.stage), value.parity);
+        begin_turn();
+        ptx::fence_products();
+        multiply_probability_value(v);
+        ptx::wait(barriers.query_full(query.stage, part()), query.parity);
+        ptx::wait(barriers.key_full(key.stage), key.parity);
+        ptx::fence_products();
+        multiply_query_key(q, k);
+        end_turn();
         steps = plan_walk(following);
-        wait_score();
-        const Rows finished = state;
-        first_softmax<false>(following);
-        ptx::wait_products<0>();
+        ptx::wait_products<1>();
         release_value();
+        store(tile);
+        ptx::wait_products<0>();
+        release_key();
+        first_softmax(following);
         pass_values(unused);
-        store(tile, finished);
-        pack_probabilities();
       } else {
         finish(tile, steps);
         steps = begin(following);
@@ -349,8 +355,8 @@ struct Consumer {
   // kept in vector registers everywhere.
   __device__ __forceinline__ int pass(const Tile& tile) {
     const uint4 place = ptx::load_shared_16(tile.slot.place());
-    ptx::wait(barriers.query_full(query.stage), query.parity);
-    release(barriers.query_empty(query.stage));
+    ptx::wait(barriers.query_full(query.stage, part()), query.parity);
+    release(barriers.query_empty(query.stage, part()));
     Ring<C::kStages> k = key, v = value;
 #pragma unroll 1
     for (uint32_t block = place.z; block <= place.w; ++block, k.next(), v.next()) {

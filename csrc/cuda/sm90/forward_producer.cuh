@@ -29,16 +29,21 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_query(int tile) {
-    ptx::wait(barriers.query_empty(query.stage), query.parity ^ 1);
-    const uint32_t full = barriers.query_full(query.stage), query_at = base + C::kQueryAt + query.stage * C::kQueryBytes;
     const Slot from = slot_at(tile);
     const uint4 place = ptx::load_shared_16(from.place()), sequence = ptx::load_shared_16(from.sequence());
     const int row = static_cast<int>(sequence.z + place.x), wrap = ptx::load_shared_volatile(from.source() + 12);
-    ptx::arrive_expecting(full, C::kQueryBytes);
+#pragma unroll 1
+    for (int part = 0; part < C::kParts; ++part) {
+      ptx::wait(barriers.query_empty(query.stage, part), query.parity ^ 1);
+      const uint32_t full = barriers.query_full(query.stage, part);
+      const uint32_t to = base + C::kQueryAt + query.stage * C::kQueryBytes + part * C::kPartBytes;
+      ptx::arrive_expecting(full, C::kPartBytes);
 #pragma unroll
-    for (int panel = 0; panel < C::kPanels; ++panel)
-      ptx::load_box(query_at + panel * C::kQueryPanel, &p.query, full,
-                    {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
+      for (int panel = 0; panel < C::kPanels; ++panel)
+        ptx::load_box(
+            to + panel * C::kQueryPanel, &p.query, full,
+            {64 * panel, row + part * (C::kRows / C::kParts), static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
+    }
     query.next();
   }
 

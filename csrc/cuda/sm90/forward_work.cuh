@@ -19,7 +19,7 @@ namespace flash::sm90 {
 inline constexpr int kWrap = 1 << 30;
 
 struct ForwardArguments {
-  CUtensorMap query, key, value, out;  // of the boxes [rows, 64], [keys, 64], [keys, 64], [16, 64]
+  CUtensorMap query, key, value, out;  // of the boxes [rows of a part, 64], [keys, 64], [keys, 64], [16, 64]
   float* lse;                          // [batch, heads, rows], packed [heads, total]; may be null
   int64_t lse_batch, lse_head;
   const float* sinks;         // [heads] or null

@@ -34,7 +34,7 @@ cudaError_t bind_context() {
 }  // namespace
 
 cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows,
-                   int64_t heads, int64_t batch, bool packed, int box_rows) {
+                   int64_t heads, int64_t batch, bool packed, int box_rows, CUtensorMapL2promotion promotion) {
   const auto encode_tiled = encoder();
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
   if (const cudaError_t error = bind_context(); error != cudaSuccess) return error;
@@ -54,9 +54,8 @@ cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType
   }
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
   const auto type = dtype == problem::DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result =
-      encode_tiled(map, type, 5, array.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(map, type, 5, array.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                       CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

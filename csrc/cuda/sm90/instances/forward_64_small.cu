@@ -1,4 +1,4 @@
-// Forward, 16-bit elements, head dims up to 64, few keys, without and with a softcap.
+// Forward, 16-bit elements, head dims up to 64, in small blocks, without and with a softcap.
 #include "cuda/sm90/forward_instance.cuh"
 
 namespace flash::sm90 {
