@@ -1,26 +1,32 @@
-// sm90/forward.cuh: attention forward on Hopper. One thread feeds (TMA), two or three warpgroups compute (wgmma), blocks are persistent.
-// Dao et al. 2023 (FlashAttention-2) for the algorithm, Shah et al. 2024 (FlashAttention-3) for the roles; what is ours is below.
+// sm90/forward.cuh: attention forward on Hopper. One thread claims tiles, one feeds (TMA), two to four warpgroups compute (wgmma), blocks
+// are persistent. Dao et al. 2023 (FlashAttention-2) for the algorithm, Shah et al. 2024 (FlashAttention-3) for the roles; what is ours
+// is below.
 //
 // Schedule of a consumer warpgroup. n: key blocks of tile t, walked from the last to the first; ' marks the next tile.
 //   start          S(t, n-1)                        | wait | softmax with exact row maxima
 //   steps j = n-2  S(t, j) ; P V(t, j+1)            | wait S | first half of exp | wait P V | second half, P as operand
-//   cross          S(t', n'-1) ; P V(t, 0)          | wait S | softmax of t' | wait P V | store O of t
+//   cross          P V(t, 0) ; S(t', n'-1)          | wait P V | store O of t | wait S | softmax of t'
 //   end            P V(t, 0)                        | wait | store
-// The pipeline never drains between tiles: while O of one tile is stored, S of the next is there and the other warpgroups compute.
+// The pipeline never drains between tiles: while O of one tile is stored, S of the next is computed, and the other warpgroups go on.
+// With one buffer of Q (dim 256) a tile ends before the next starts: Q comes while O is stored.
 //
-// Optimistic softmax: the row maximum of the first block of a tile (and of blocks with a mask) is the reference of the whole tile, so
-// the steps between have no maximum, no shuffles and no rescaling of O. Any reference is exact as long as 2^(score - reference) stays
-// in range, which the row sum shows at the end. A tile where it did not is noted and done again, following the maximum: never wrong,
-// and free when unused (a score 44 nats above the first block's maximum triggers it; fp16: 11).
+// A tile is 64 rows a warpgroup. Blocks of keys that some warpgroup sees and another does not are passed over by that one: it waits for
+// them, releases them, takes its turn. So the size of a tile costs nothing at the edges of a mask or at the end of the rows.
+//
+// Optimistic softmax: the row maximum of the first block of a tile (and of blocks in which a row may see its first key) is the reference
+// of the whole tile, so the steps between have no maximum, no shuffles and no rescaling of O. Any reference is exact as long as
+// 2^(score - reference) stays in range, which the row sum shows at the end. A tile where it did not is noted and done again, following
+// the maximum: never wrong, and free when unused (a score 44 nats above the first block's maximum triggers it; fp16: 11).
 //
 // What was measured on the way (H200, 16k tokens): exact maximum in every step -10 %; polynomial 2^x on the FMA pipe -3 to -8 %;
 // P V woven into the exponentials -6 %; 176 keys -25 % at 512; Q in registers 0; clusters of 2 with multicast +2 % at 16k, -2 % at 2k.
-// Two or three warps share a scheduler, so what stands between a warp's products counts in full: loop bounds made
-// uniform (ptx::uniform), which keeps ring stages and descriptors in uniform registers, +3 to 9 %; masks as one bit per key, applied by
-// R2P, instead of two comparisons a score, and a finish of tiles without branches, +4 % to +12 % at 512 and 1k; tiles numbered without
-// divisions and announced from one place in the producer, whose one thread has few registers.
-// Watch after every change: R2UR in the loops of a step (0; 12 at dim 256), C75xx, spills of the consumers. A branch around scores that
-// hangs on anything but an argument of the kernel makes ptxas serialise the products (C7514).
+// Warps share a scheduler, so what stands between a warp's products counts in full: loop bounds made uniform (ptx::uniform), which keeps
+// ring stages and descriptors in uniform registers, +3 to 9 %; masks as one bit per key, applied by R2P, instead of two comparisons a
+// score, and a finish of tiles without branches, +4 % to +12 % at 512 and 1k. Short tiles wait for the thread that loads: claiming and
+// describing tiles in another thread +2 % (dim 128) to +8 % (dim 256) at 512. Prefetching the next tiles' keys into L2 by TMA -6 to -15 %
+// at 512: prefetches go through the same queue as loads. See tiles.h for tiles, forward.cu for the order of tiles.
+// Watch after every change: R2UR in the loops of a step (0), C75xx, spills of the consumers. A branch around scores that hangs on
+// anything but an argument of the kernel makes ptxas serialise the products (C7514).
 #pragma once
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/forward_gaps.cuh"

@@ -50,7 +50,8 @@ struct ForwardConfig {
   static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries * kParts + 4 * kStages + 2 * kSlots + 2);
 };
 
-// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp, and of the producer for a slot. Q: of each part.
+// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp that reads it (of Q: its part), for a
+// slot of the producer too.
 template <class C>
 struct Barriers {
   uint32_t base;

@@ -122,23 +122,21 @@ struct Consumer {
   }
 
   // Blocks that this warpgroup does not use; the turn of each goes by, so that warpgroups take as many.
-  __device__ __forceinline__ void pass_key() {
-    ptx::wait(barriers.key_full(key.stage), key.parity);
-    begin_turn();
-    end_turn();
-    release_key();
-  }
-  __device__ __forceinline__ void pass_value() {
-    ptx::wait(barriers.value_full(value.stage), value.parity);
-    release_value();
-  }
   __device__ __forceinline__ void pass_keys(int count) {
 #pragma unroll 1
-    for (; count > 0; --count) pass_key();
+    for (; count > 0; --count) {
+      ptx::wait(barriers.key_full(key.stage), key.parity);
+      begin_turn();
+      end_turn();
+      release_key();
+    }
   }
   __device__ __forceinline__ void pass_values(int count) {
 #pragma unroll 1
-    for (; count > 0; --count) pass_value();
+    for (; count > 0; --count) {
+      ptx::wait(barriers.value_full(value.stage), value.parity);
+      release_value();
+    }
   }
 
   // Ping-pong: the issue of products goes round the warpgroups.
@@ -204,7 +202,7 @@ struct Consumer {
   __device__ __forceinline__ void step(const Tile& tile, int block) {
     constexpr int kPairs = C::kKeys / 4;
     float subtrahend[2], sum[2][2] = {};
-    // 0 that ptxas cannot see: it would compute all descriptors of a wide Q before the loop, for which uniform registers do not suffice.
+    // 0, but ptxas cannot know: else it computes all descriptors of a wide Q before the loop, more than there are uniform registers.
     issue_both(C::kDim > 128 ? block >> 31 : 0);
     wait_score();
     modify<kMask>(tile, block);
@@ -240,7 +238,8 @@ struct Consumer {
     int block, exact_end, quick_end, end, first;
     __device__ __forceinline__ int behind() const { return end - first; }
   };
-  // FULL blocks below one of which every row has seen a key take the quick step.
+  // Blocks of which all rows see all keys, below one of which every row has seen a key, take the quick step. Below them, at the left
+  // edge of a window, masked ones: no row sees its first key there, so the reference may stay.
   __device__ __forceinline__ Walk plan_walk(const Tile& tile) {
     const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);

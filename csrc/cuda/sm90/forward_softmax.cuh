@@ -150,8 +150,8 @@ __device__ __forceinline__ uint32_t keys_below(int end) {
   return ~__funnelshift_lc(0u, ~0u, count);
 }
 
-// -inf, or what else is `hidden`, where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart. One bit per key: ptxas turns eight of
-// them into predicates at once (R2P), where comparisons would cost two instructions a score.
+// `hidden` where the row does not see the key. first_row, first_key: of this lane, rows are 8 apart. One bit per key: ptxas turns eight
+// of them into predicates at once (R2P), where comparisons would cost two instructions a score.
 template <int kScores>
 __device__ __forceinline__ void mask(float (&score)[kScores], int first_row, int first_key, int left, int right, int keys,
                                      float hidden = -INFINITY) {

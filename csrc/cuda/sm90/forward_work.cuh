@@ -49,8 +49,8 @@ struct ForwardArguments {
 // kDrain: finish what was begun, then more may come. kPass: a tile in which the warpgroup has no rows.
 enum class Kind : int { kTile, kDrain, kEnd, kPass };
 
-// A tile as the producer announces it, in a slot of shared memory: 64 bytes and the orders. Key blocks [first, last] are walked newest first;
-// last >= first always.
+// A tile as it is announced, in a slot of shared memory: 64 bytes, and for the forward the orders. Key blocks [first, last] are walked
+// newest first; last >= first always.
 struct Slot {
   uint32_t at;
   __device__ __forceinline__ uint32_t place() const { return at; }  // row (first of the tile), head, first, last
@@ -81,8 +81,8 @@ __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch,
   return low;
 }
 
-// Describes tile `index` in `slot`, all but its fate, with the orders of kGroups warpgroups; false if the index is idle (packed sequences leave gaps).
-// Stores as it goes: the producer has few registers.
+// Describes tile `index` in `slot`, all but its fate, with the orders of kGroups warpgroups; false if the index is idle (packed sequences
+// leave gaps). Stores as it goes: the thread has few registers.
 template <int kRows, int kKeys, int kGroups = 0>
 __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slot slot) {
   int plane, piece;
