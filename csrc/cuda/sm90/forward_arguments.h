@@ -33,7 +33,7 @@ inline void set_row_work(ForwardArguments* a, const problem::Problem& p, int64_t
   a->row_tiles = common::Divisor(row_tiles);
   a->uneven = p.right < problem::kOpen;
   if (a->uneven) {
-    const int64_t plane_bytes = (p.packed() ? p.total_keys : p.keys) * (p.head_dim + p.value_dim) * 2;
+    const int64_t plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
     const int section = static_cast<int>(std::clamp<int64_t>(section_bytes / plane_bytes, 1, planes));
     a->full_sections = planes / section;
     a->section_tiles = common::Divisor(row_tiles * section);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& p, const Fini
     ptx::store_shared(redo + 4 + 4 * entry, tile.fate.x);
   }
   float scale[2] = {1, 1};
-  if (p.sinks != nullptr) fold_sink(p.sinks[head], rows.sum, top, scale);
+  if (p.sinks != nullptr) fold_sink(__uint_as_float(tile.fate.w), rows.sum, top, scale);
 #pragma unroll
   for (int r = 0; r < 2; ++r) scale[r] = rows.sum[r] == 0 ? 0.f : scale[r] * ptx::reciprocal(rows.sum[r]);
   if (p.lse != nullptr) {

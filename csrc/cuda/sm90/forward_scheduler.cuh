@@ -45,7 +45,9 @@ struct Scheduler {
         if (!seen && decode<C::kRows, C::kKeys, C::kGroups>(p, index, slot)) kind = Kind::kTile;
       }
     }
-    ptx::store_shared(slot.fate(), make_uint4(index, static_cast<uint32_t>(kind), safe, 0));
+    float sink = 0;
+    if (p.sinks != nullptr && kind == Kind::kTile) sink = p.sinks[ptx::load_shared_volatile(slot.head())];
+    ptx::store_shared(slot.fate(), make_uint4(index, static_cast<uint32_t>(kind), safe, __float_as_uint(sink)));
     if (kind != Kind::kTile) {
 #pragma unroll
       for (int group = 0; group < C::kGroups; ++group) ptx::store_shared(slot.order(group), static_cast<int>(kind));
