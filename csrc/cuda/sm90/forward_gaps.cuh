@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear_gaps(const ForwardArguments& p) {
       const int from = __shfl_sync(~0u, mine.from, owner), end = from + __shfl_sync(~0u, mine.count, owner);
       for (int row = from + blockIdx.x; row < end; row += gridDim.x) {
         char* to = p.gaps + row * p.gap_row + lane * 16;
-        for (int head = 0; head < p.heads.value(); ++head, to += p.gap_head) {
+        for (int head = 0; head < static_cast<int>(p.heads.value()); ++head, to += p.gap_head) {
           if (lane < p.gap_chunks) *reinterpret_cast<uint4*>(to) = uint4{};  // 32 chunks are 256 columns, the most there are
           if (lane == 0 && p.lse != nullptr) p.lse[head * p.lse_head + row] = -INFINITY;
         }
