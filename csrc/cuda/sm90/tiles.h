@@ -25,11 +25,12 @@ inline constexpr ForwardTile kForwardTiles[] = {
     // 0: four warpgroups hide each other's exponentials, which bind at this dim; small blocks waste little at the edge of a mask.
     // Causal 512 +26 %, 1k +24 %, 4k +5 % against 2 or 3 warpgroups and 128 keys; taking turns -2 to -6 %.
     {64, 4, 64, 8, 2, 1, false, false, 32, 112},
-    // 1: more keys a step, fewer waits: long rows without a mask +2 to +7 %.
+    // 1: more keys a step, fewer waits: long rows without a mask +1 to +7 %.
     {64, 3, 128, 4, 2, 1, true, false, 32, 160},
-    // 2: 225 KB. Without turns 0, causal -3 to -8 %. Three warpgroups and 64 keys: causal 2k +3 %, 16k -2 %, without mask -1 to -3 %.
+    // 2: 225 KB. Without turns 0, causal -3 to -8 %. 64 keys: causal 512 and windows +3 %, longer -1 to -3 %; with three warpgroups causal
+    // 512 +1 %, 1k and 2k -1 to -3 %, without a mask -1 to -3 %. All exponentials in one go -1 to -7 %.
     {128, 2, 128, 2, 2, 2, true, true, 56, 224},
-    // 3: 225 KB; a second Q does not fit.
+    // 3: 225 KB; a second Q does not fit. With turns -1 %, in one go 0.
     {256, 2, 64, 2, 1, 2, false, true, 24, 240},
 };
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
