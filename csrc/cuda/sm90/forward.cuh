@@ -24,7 +24,8 @@
 // ring stages and descriptors in uniform registers, +3 to 9 %; masks as one bit per key, applied by R2P, instead of two comparisons a
 // score, and a finish of tiles without branches, +4 % to +12 % at 512 and 1k. Short tiles wait for the thread that loads: claiming and
 // describing tiles in another thread +2 % (dim 128) to +8 % (dim 256) at 512. Fetching the next tiles' keys into L2 by TMA prefetches
-// -6 to -15 % at 512, for they queue before loads; by loads of an idle warp -2 to -50 %. Asking for tiles three blocks earlier 0. See tiles.h for tiles, forward.cu for the order of tiles.
+// -6 to -15 % at 512, for they queue before loads; by loads of an idle warp -2 to -50 %. Asking for tiles three blocks earlier 0. What
+// tiles and their order gave is in tiles.h and forward.cu.
 // Watch after every change: R2UR in the loops of a step (0), C75xx, spills of the consumers. A branch around scores that hangs on
 // anything but an argument of the kernel makes ptxas serialise the products (C7514).
 #pragma once
