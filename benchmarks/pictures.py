@@ -127,7 +127,31 @@ def traffic(rows: list[Row]) -> Iterator[tuple[str, Any]]:
     yield "traffic", figure
 
 
-DRAWN: dict[str, Callable[[list[Row]], Iterator[tuple[str, Any]]]] = {"train": train, "memory": memory, "traffic": traffic}
+def gpt(rows: list[Row]) -> Iterator[tuple[str, Any]]:
+    """Training: bars of tokens per second for every length and mode, one colour per attention."""
+    figure, grid = _figure(1, 1)
+    axes = grid[0][0]
+
+    def group(row: Row) -> str:
+        return f"{int(row['context']) // 1024}k, {'compiled' if row['compiled'] == 'True' else 'eager'}"
+
+    groups, names = list(dict.fromkeys(map(group, rows))), unique(rows, "rival")
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        speeds = {group(row): float(row["tokens_per_second"]) / 1e3 for row in rows if row["rival"] == name}
+        places = [groups.index(label) + (i - (len(names) - 1) / 2) * width for label in speeds]
+        bars = axes.bar(places, list(speeds.values()), width, label=name, color=COLOURS.get(name))
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel("thousand tokens per second")
+    axes.set_title(f"training {int(rows[0]['parameters']) / 1e6:.0f} M parameters, {rows[0]['dtype']}")
+    axes.legend(fontsize=8, loc="lower left")
+    yield "gpt", figure
+
+
+DRAWN: dict[str, Callable[[list[Row]], Iterator[tuple[str, Any]]]] = {
+    "train": train, "memory": memory, "traffic": traffic, "gpt": gpt,
+}  # fmt: skip
 
 
 def draw(suite: str, rows: list[Row], folder: Path) -> Iterator[Path]:

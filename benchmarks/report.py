@@ -163,9 +163,20 @@ def cpu(rows: list[Row]) -> Iterable[str]:
     yield markdown(header, [[format_number(row[column]) for column in header] for row in rows])
 
 
+def gpt(rows: list[Row]) -> Iterable[str]:
+    yield "tokens per second of whole training steps, and GiB at the peak"
+    header = ("layers x width", "S", "B", "dtype", "compiled")
+
+    def key(row: Row) -> tuple[str, ...]:
+        return f"{row['layers']} x {row['width']}", row["context"], row["batch"], row["dtype"], row["compiled"]
+
+    yield beside(rows, key, "tokens_per_second", header, "highest")
+    yield beside(rows, key, "peak_gib", header, "lowest")
+
+
 TABLES: dict[str, Callable[[list[Row]], Iterable[str]]] = {
     "train": train, "decode": decode, "host": host, "memory": memory, "features": features, "traffic": traffic,
-    "cpu": cpu, "errors": errors,
+    "cpu": cpu, "errors": errors, "gpt": gpt,
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ struct Cluster {
 #pragma unroll 1
     for (int item = threadIdx.x; item < finish.items(); item += Sums::kThreads) {
       const Part part = finish.of_warps(item / Sums::kColumns, item % Sums::kColumns * 4);
-      const int to = item / share, at = rank * share + item - to * share;
+      const int to = finish.a.by_share.quotient(item), at = rank * share + item - to * share;
       const uint32_t there = ptx::address_in(barrier, to);
       ptx::push_16(ptx::address_in(ptx::shared_address(outs() + at), to), part.out, there);
       ptx::push_8(ptx::address_in(ptx::shared_address(states() + at), to), make_float2(part.max, part.sum), there);

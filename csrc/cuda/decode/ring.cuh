@@ -30,9 +30,11 @@ struct Ring {
       *next_value[kRuns];  // the runs of the chunk that is fetched next: known before its stage is free
 
   // Block table. Pages of whole runs: lane i knows where the i-th of the next 32 runs lies, and of the 32 after them. Other pages:
-  // lane i knows where row i of the next chunk lies.
+  // lane i knows where row i of the next chunk lies. Entries are cut to the cache where they are used and not where they are read: that
+  // would wait for them.
   const int* table;
-  int page_size, entries;
+  int page_size, last_entry;
+  Divider by_page;
   bool whole;
   int entry, slot, coming_entry, coming_slot, used;
 
@@ -55,7 +57,7 @@ struct Ring {
       key += sequence * key_entry, value += sequence * value_entry;
     } else {
       table += s.batch * a.table_stride;
-      page_size = a.page_size, entries = a.entries;
+      page_size = a.page_size, last_entry = a.entries - 1, by_page = a.by_page;
       whole = page_size % kRun == 0;
       used = 0;
       if (whole) {
@@ -95,10 +97,13 @@ struct Ring {
   // Where a key lies. Keys that this CTA does not fetch lie anywhere.
   __device__ __forceinline__ void find(int at, int* entry, int* slot) const {
     const bool inside = at < end && at < chunk_end * kKeys;
-    const int page = inside ? static_cast<int>(static_cast<unsigned>(at) / static_cast<unsigned>(page_size)) : 0;
+    const int page = inside ? by_page.quotient_of_any(at) : 0;
     *slot = inside ? at - page * page_size : 0;
-    *entry = inside ? min(max(__ldg(table + page), 0), entries - 1) : 0;
+    *entry = inside ? __ldg(table + page) : 0;
   }
+
+  // What lane `from` found, within the cache.
+  __device__ __forceinline__ int entry_of(int from) const { return min(max(__shfl_sync(kWarp, entry, from), 0), last_entry); }
 
   // Sets next_key and next_value.
   __device__ __forceinline__ void locate(int chunk) {
@@ -112,7 +117,7 @@ struct Ring {
     } else if (whole) {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
-        const int page = __shfl_sync(kWarp, entry, used & 31), row = __shfl_sync(kWarp, slot, used & 31);
+        const int page = entry_of(used & 31), row = __shfl_sync(kWarp, slot, used & 31);
         next_key[run] = key + page * key_entry + row * key_row;
         next_value[run] = value + page * value_entry + row * value_row;
         ++used;
@@ -168,7 +173,7 @@ struct Ring {
       const int row = n + first_row, at = chunk * kKeys + row;
       const char *from_key, *from_value;
       if (table != nullptr && !whole) {
-        const int page = __shfl_sync(kWarp, entry, row), where = __shfl_sync(kWarp, slot, row) - first_row;
+        const int page = entry_of(row), where = __shfl_sync(kWarp, slot, row) - first_row;
         from_key = key + page * key_entry + where * key_row;
         from_value = value + page * value_entry + where * value_row;
       } else {

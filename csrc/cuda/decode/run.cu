@@ -68,6 +68,8 @@ Arguments arguments_of(const Decode& d, const Plan& plan) {
   a.unit = plan.unit;
   a.cluster = plan.cluster;
   a.cluster_share = std::min(lanes, tile.lanes) * (tile.bucket / 4) / plan.cluster;
+  a.by_share = Divider(static_cast<unsigned>(a.cluster_share));
+  a.by_page = Divider(static_cast<unsigned>(a.page_size));
   return a;
 }
 
