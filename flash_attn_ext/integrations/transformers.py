@@ -69,6 +69,14 @@ def _restarts(position_ids: Tensor) -> _Packing | None:
     return _of_lengths(ends.diff(prepend=ends.new_zeros(1)), None)
 
 
+def _packed_by(position_ids: Tensor, query: Tensor, key: Tensor) -> _Packing | None:
+    """The sequences that one row of a batch holds, by its positions; None if it is one sequence."""
+    batch, _, rows, _ = query.shape
+    if batch != 1 or rows == 1 or rows != key.shape[2] or position_ids.dim() != 2:
+        return None
+    return _last_positions.get(position_ids, _restarts)
+
+
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
@@ -84,19 +92,24 @@ def attention(
     if not query.dtype == key.dtype == value.dtype:  # layer norms kept in fp32, as adapters do it
         query, key = query.to(value.dtype), key.to(value.dtype)
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    whole = attention_mask is None and (position_ids is None or query.shape[0] > 1 or query.shape[2] == 1)
-    if whole and dropout == 0.0 and "cu_seq_lens_q" not in more and "block_table" not in more:
-        left, right = window or (None, None)  # straight to the operator, which is worth some microseconds of the host
-        out, _ = torch.ops.flash.attention_forward(
-            query, key, value, None, None, s_aux, window_left=left, window_right=0 if causal else right, bottom_right=causal,
-            scale=scaling, softcap=softcap or 0.0,
-        )  # fmt: skip
-        return out.transpose(1, 2), None
+    packing = None
+    if attention_mask is None and more.get("cu_seq_lens_q") is None and more.get("block_table") is None:
+        if position_ids is not None and causal:
+            packing = _packed_by(position_ids, query, key)
+        if packing is None and dropout == 0.0:
+            left, right = window or (None, None)  # straight to the operator, which is worth some microseconds of the host
+            out, _ = torch.ops.flash.attention_forward(
+                query, key, value, None, None, s_aux, window_left=left, window_right=0 if causal else right,
+                bottom_right=causal, scale=scaling, softcap=softcap or 0.0,
+            )  # fmt: skip
+            return out.transpose(1, 2), None
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "window": window}
     if more.get("block_table") is not None and more.get("k_cache") is not None:
         return _paged(query, key, value, causal, options, **more), None
-    rows = query.shape[2]
     options["dropout_p"] = dropout
+    if packing is not None:
+        return _varlen(query, key, value, packing, causal, options), None
+    rows = query.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
         return functional.attention(query, key, value, attention_mask, **options).transpose(1, 2), None
     if attention_mask is not None:
@@ -118,10 +131,6 @@ def attention(
         most = [int(x) for x in longest if x is not None]
         out = functional.attention_varlen(query, key, value, *cu_seqlens, *most, causal=causal, **options)
         return out.unflatten(0, (-1, rows)), None
-    if position_ids is not None and causal and query.shape[0] == 1 and 1 < rows == key.shape[2] and position_ids.dim() == 2:
-        packing = _last_positions.get(position_ids, _restarts)
-        if packing is not None:
-            return _varlen(query, key, value, packing, causal, options), None
     return functional.attention(query, key, value, causal=causal and "bottom_right", **options).transpose(1, 2), None
 
 
