@@ -118,6 +118,8 @@ def train(args: argparse.Namespace) -> dict[str, Result]:
         for run in runs.values() if number % 2 == 0 else reversed(runs.values()):
             run.step(number, tokens, starts)
     progress.close()
+    if not next(iter(runs.values())).result.losses:
+        sys.exit("the budget was spent before the first step")
     return {name: run.finish() for name, run in runs.items()}
 
 

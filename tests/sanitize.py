@@ -152,7 +152,7 @@ def run_decode(name: str) -> None:
     """attention_decode on a case of its tests, then cache_append_."""
     import torch
 
-    from test_decode import CASES, Call
+    from decode_cases import CASES, Call
 
     call = Call(next(case for case in CASES if case.name == name), torch.bfloat16, "cuda")
     call.run()
