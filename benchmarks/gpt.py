@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +79,10 @@ class GPT(nn.Module):
         logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def compile_blocks(self) -> None:
-        """All layers share one compiled graph: seconds to compile, whatever the depth."""
+    def compile_blocks(self, **options: Any) -> None:
+        """All layers share one compiled graph: seconds to compile, whatever the depth. options: of torch.compile."""
         for block in self.blocks:
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, **options)
 
 
 def library_text(limit: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_ext import attention, attention_varlen
+from flash_attn_ext import attention, attention_decode, attention_varlen
 
 
 def count(call) -> int:
@@ -30,7 +30,18 @@ def test_forward_and_backward_flops():
 def test_packed_flops_count_the_longest_sequence():
     packed = torch.randn(12, 4, 8)
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
-    assert count(lambda: attention_varlen(packed, packed, packed, offsets, offsets, 7, 7)) == 2 * 2 * 4 * 7 * 7 * 16
+    product = 2 * 2 * 4 * 7 * 7
+    assert count(lambda: attention_varlen(packed, packed, packed, offsets, offsets, 7, 7)) == product * 16
+    packed.requires_grad_()
+    assert count(lambda: attention_varlen(packed, packed, packed, offsets, offsets, 7, 7).sum().backward()) == product * 56
+
+
+def test_cached_flops_count_a_full_cache():
+    query, cache = torch.randn(3, 4, 1, 8), torch.randn(12, 2, 16, 8)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    product = 2 * 3 * 4 * (8 + 8)  # over one key
+    assert count(lambda: attention_decode(query, cache, cache, lengths, block_table=table)) == product * 5 * 16
+    assert count(lambda: attention_decode(query, cache[:3], cache[:3], lengths)) == product * 16
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

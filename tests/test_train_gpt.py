@@ -74,6 +74,34 @@ def test_attention_is_causal_and_chosen():
         block(x)
 
 
+def test_compiled_training_under_autocast(device: str):
+    """Compiled layers learn what uncompiled ones do, attentions keep graphs of their own, and layers share them."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    text = torch.randint(128, (2, 33), device=device)
+    losses: dict[tuple[str, bool], list[float]] = {}
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for name in ("ours", "sdpa"):
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            model = gpt.GPT(3, 32, 2, 32, 0.0, name, 128).to(device)
+            if compiled:
+                model.compile_blocks(backend=counter)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(4):
+                with torch.autocast(device, torch.bfloat16):
+                    loss = model(text)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.setdefault((name, compiled), []).append(float(loss.detach()))
+    assert counter.frame_count == 2  # of 2 attentions x 3 layers
+    assert losses["ours", False][-1] < losses["ours", False][0] - 0.1
+    for curve in losses.values():
+        assert curve == pytest.approx(losses["ours", False], rel=5e-3)
+
+
 def test_spent_budget_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         train_gpt.main([*TINY, "--steps", "4", "--device", "cpu", "--budget", "-1", "--out", str(tmp_path)])

@@ -142,6 +142,20 @@ def test_training(make, device: str):
         assert (ours_parameter.grad - theirs.grad).abs().max() <= 5e-3 * scale + 1e-6, name
 
 
+@pytest.mark.parametrize("make", CAUSAL[:2])
+def test_compiled(make, device: str):
+    """One graph for a batch. One sequence alone may be several in a row, which its positions tell: a break, as in transformers itself."""
+    _, model = pair(make, device)
+    for batch, whole in ((2, True), (1, False)):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
+        text = tokens(batch, 21, device)
+        logits = compiled(text, use_cache=False).logits
+        close(logits, model(text, use_cache=False).logits)
+        found = torch.autograd.grad(logits.square().mean(), model.parameters(), allow_unused=True)
+        assert all(gradient is not None and bool(gradient.any()) for gradient in found)
+
+
 @pytest.mark.parametrize("length", [12, 40])
 def test_bidirectional(length: int, device: str):
     def bert():
