@@ -25,13 +25,20 @@ def options(
     softmax_scale: float | None, causal: bool, window_size: tuple[int | None, int | None], softcap: float,
     alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> Options:  # fmt: skip
-    """window_size: None or any negative number is an open end."""
+    left, right = ends(causal, window_size)
+    return Options(left, right, softmax_scale, softcap, alibi_slopes, dropout_p, deterministic or None)
+
+
+def ends(causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Of a window. None or any negative number is an open end."""
     left, right = window_size
     if left is not None and left < 0:
         left = None
-    if right is not None and right < 0:
+    if causal:
+        right = 0
+    elif right is not None and right < 0:
         right = None
-    return Options(left, 0 if causal else right, softmax_scale, softcap, alibi_slopes, dropout_p, deterministic or None)
+    return left, right
 
 
 def refuse(**arguments: object) -> None:
@@ -105,7 +112,7 @@ def varlen_backward(
 
 
 class Cache(NamedTuple):
-    """Keys and values of sequences, [entries, S, Hk, D], and where they lie."""
+    """Keys and values of sequences, [entries, Hk, S, D] as the operators take them, and where they lie."""
 
     k: Tensor
     v: Tensor
@@ -118,9 +125,8 @@ class Cache(NamedTuple):
 def decode(q: Tensor, cache: Cache, o: Options, appended: int = 0) -> tuple[Tensor, Tensor]:
     """[B, L, H, D] -> out [B, L, H, D], lse [B, H, L]."""
     out, lse = torch.ops.flash.attention_decode(
-        q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2), cache.seqlens, cache.block_table, cache.batch_idx,
-        cache.leftpad, o.alibi_slopes, None, appended=appended, window_left=o.left, window_right=o.right, bottom_right=True,
-        scale=o.scale, softcap=o.softcap,
+        q.transpose(1, 2), *cache, o.alibi_slopes, appended=appended, window_left=o.left, window_right=o.right, scale=o.scale,
+        softcap=o.softcap,
     )  # fmt: skip
     return out.transpose(1, 2), lse
 
@@ -143,15 +149,15 @@ def packed_cache(
 ) -> Cache:
     """Packed keys [total, Hk, D], of which each sequence uses the first ones only: a cache with pages of one key."""
     table = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=k.device, dtype=torch.int32)
-    return Cache(k[:, None], v[:, None], seqused_k, table, leftpad=leftpad)
+    return Cache(k[:, :, None], v[:, :, None], seqused_k, table, leftpad=leftpad)
 
 
 def append(cache: Cache, k: Tensor, v: Tensor) -> None:
     """New keys and values [B, L, Hk, D] behind those of the cache."""
-    torch.ops.flash.cache_append_(
-        cache.k.transpose(1, 2), cache.v.transpose(1, 2), k.detach().transpose(1, 2), v.detach().transpose(1, 2), cache.seqlens,
-        cache.block_table, cache.batch_idx,
-    )  # fmt: skip
+    if k.requires_grad or v.requires_grad:
+        k, v = k.detach(), v.detach()
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    torch.ops.flash.cache_append_(cache.k, cache.v, k, v, cache.seqlens, cache.block_table, cache.batch_idx)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool = True) -> Tensor:

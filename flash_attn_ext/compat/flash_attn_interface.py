@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _calls
-from ._calls import Cache, Lengths, options, refuse
+from ._calls import Cache, Lengths, ends, options, refuse
 
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -27,16 +27,12 @@ def flash_attn_func(
 ) -> Result:  # fmt: skip
     """Attention of q [B, L, H, D] over k, v [B, S, Hk, D]. With return_attn_probs: (out, lse [B, H, L], an empty tensor); lse of a
     row that sees nothing is +inf."""
-    if dropout_p == 0.0 == softcap and alibi_slopes is None and tuple(window_size) == (-1, -1) and not return_attn_probs:
-        return torch.ops.flash.attention_rows_first(  # the common case, worth some microseconds of the host
-            q,
-            k,
-            v,
-            window_right=0 if causal else None,
-            bottom_right=True,
-            scale=softmax_scale,
+    if dropout_p == 0.0 and alibi_slopes is None and not return_attn_probs:
+        left, right = ends(causal, window_size)  # the common case, worth some microseconds of the host
+        return torch.ops.flash.attention_rows_first(
+            q, k, v, window_left=left, window_right=right, bottom_right=True, scale=softmax_scale, softcap=softcap,
             deterministic=deterministic or None,
-        )[0]
+        )[0]  # fmt: skip
     o = options(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic)
     return _result(*_calls.dense(q, k, v, o), return_attn_probs, dropout_p)
 
@@ -72,11 +68,18 @@ def flash_attn_varlen_func(
 ) -> Result:  # fmt: skip
     """Sequences laid end to end, [total, H, D]. With block_table [B, blocks] k and v are pages [pages, page size, Hk, D], without a
     derivative; cu_seqlens_k then gives the lengths only. lse [H, total]."""
+    if block_table is None and dropout_p == 0.0 and alibi_slopes is None and not return_attn_probs:
+        left, right = ends(causal, window_size)  # the common case, worth some microseconds of the host
+        return torch.ops.flash.attention_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_left=left, window_right=right,
+            scale=softmax_scale, softcap=softcap, deterministic=deterministic or None,
+        )[0]  # fmt: skip
     o = options(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic)
     if block_table is not None:
         if dropout_p > 0.0:
             raise NotImplementedError("flash_attn_ext.compat does not support dropout_p together with block_table.")
-        out, lse = _calls.decode_packed(q, cu_seqlens_q, max_seqlen_q, Cache(k, v, cu_seqlens_k.diff(), block_table), o)
+        cache = cache_of(cu_seqlens_q.numel() - 1, k, v, cu_seqlens_k.diff(), block_table)
+        out, lse = _calls.decode_packed(q, cu_seqlens_q, max_seqlen_q, cache, o)
     else:
         out, lse = _calls.varlen(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), o)
     return _result(out, lse, return_attn_probs, dropout_p)
@@ -118,20 +121,22 @@ def flash_attn_with_kvcache(
     """Attention of q [B, L, H, D] over a cache [B, S, Hk, D], or [pages, page size, Hk, D] with block_table [B, blocks]. k, v
     [B, L', Hk, D] are first written behind the cache_seqlens keys of each sequence. Pages may have any size, num_splits is
     chosen here. No derivative."""
-    o = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     cache = cache_of(q.shape[0], k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
-    q, appended = prepare(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, causal, window_size)
-    out, lse = _calls.decode(q, cache, o, appended)
+    appended = 0
+    if k is not None or rotary_cos is not None:
+        q, appended = prepare(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, causal, window_size)
+    out, lse = _calls.decode(q, cache, options(softmax_scale, causal, window_size, softcap, alibi_slopes), appended)
     return (out, lse) if return_softmax_lse else out
 
 
 def cache_of(
     batch: int, k_cache: Tensor, v_cache: Tensor, cache_seqlens: int | Tensor | None, block_table: Tensor | None,
-    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
 ) -> Cache:  # fmt: skip
+    """k_cache, v_cache [entries, S, Hk, D]."""
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    return Cache(k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
+    return Cache(k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
 
 
 def prepare(
@@ -195,7 +200,7 @@ def _flash_attn_varlen_forward(
         if block_table is None:
             cache = _calls.packed_cache(k, v, cu_seqlens_k, max_seqlen_k, seqlens, leftpad_k)
         else:
-            cache = Cache(k, v, seqlens, block_table, leftpad=leftpad_k)
+            cache = cache_of(cu_seqlens_q.numel() - 1, k, v, seqlens, block_table, None, leftpad_k)
         out, lse = _calls.decode_packed(q, cu_seqlens_q, max_seqlen_q, cache, o)
     return out, lse, q.new_empty(0), seed.view(torch.int64)
 
