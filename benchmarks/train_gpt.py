@@ -58,6 +58,8 @@ class Training:
         with torch.device(args.device):
             self.model = GPT(args.layers, args.width, args.heads, args.context, args.dropout, name, vocabulary)
         if args.compile:
+            # Its key knows nothing of SDPA's backends: the second of two would get the graph of the first.
+            torch._functorch.config.enable_autograd_cache = False
             self.model.compile_blocks()
         fused = args.device == "cuda"
         self.optimizer = torch.optim.AdamW(

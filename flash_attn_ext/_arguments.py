@@ -85,11 +85,11 @@ def fold(
     """Any rank from 2 on, batch dimensions (and heads, unless grouped) broadcast as in torch.matmul. Views where possible."""
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     if attn_mask is None and alibi_slopes is None and query.dim() == 4 == key.dim() == value.dim():
-        (batch, heads, *_), (key_batch, kv_heads, *_), (value_batch, value_heads, *_) = query.shape, key.shape, value.shape
-        grouped = enable_gqa and heads != 1 and kv_heads != 0 and heads % kv_heads == 0
-        if batch == key_batch == value_batch and kv_heads == value_heads and (heads == kv_heads or grouped):
+        (sequences, heads, *_), of_key, of_value = query.shape, key.shape, value.shape
+        grouped = enable_gqa and heads != 1 and of_key[1] != 0 and heads % of_key[1] == 0
+        if of_key[:2] == of_value[:2] and sequences == of_key[0] and (heads == of_key[1] or grouped):
             # Most calls: nothing broadcasts, which takes tens of microseconds of the host to find out below.
-            return Folded(query, key, value, None, None, accumulated(sinks, query), (batch,), 4)
+            return Folded(query, key, value, None, None, accumulated(sinks, query), (sequences,), 4)
     ranks = (query.dim(), key.dim(), value.dim())
     rank = max(ranks)
     if min(ranks) < 2:

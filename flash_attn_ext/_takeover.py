@@ -76,12 +76,8 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> dict[str, A
 
 
 def _states(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused and debug_attn_mask of a call without dropout."""
-    return (
-        torch.zeros(2, dtype=torch.uint64, device=query.device),
-        torch.zeros((), dtype=torch.uint64, device=query.device),
-        query.new_empty(0),
-    )
+    """rng_state, unused and debug_attn_mask of a call without dropout, which nobody reads: not filled, that would be two launches."""
+    return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 def _sdpa_forward(

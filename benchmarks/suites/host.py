@@ -35,13 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _call(function: Function, tensors: tuple[Tensor, ...], context: Callable[[], AbstractContextManager[object]]) -> Call:
     """tensors: query, key, value in the layout of the function. With backward where they require grad."""
-    training, gradient = tensors[0].requires_grad, torch.randn_like(tensors[0])
+    training = tensors[0].requires_grad
+    gradient: Tensor | None = None
 
     def forward() -> object:
         return function(*tensors)
 
     def forward_and_backward() -> object:
-        return torch.autograd.grad(function(*tensors), tensors, gradient)
+        nonlocal gradient
+        out = function(*tensors)
+        if gradient is None:
+            gradient = torch.randn_like(out)
+        return torch.autograd.grad(out, tensors, gradient)
 
     @contextmanager
     def whole() -> Iterator[None]:
@@ -60,11 +65,10 @@ def _doors(tensors: tuple[Tensor, ...], device: str) -> dict[str, Call]:
         from flash_attn_ext.integrations.transformers import attention
 
         layer, positions = torch.nn.Identity(), torch.arange(tensors[0].shape[2], device=device)[None]
-        layer.is_causal = False  # type: ignore[assignment]
+        layer.is_causal = True  # type: ignore[assignment]
 
         def transformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            out, _ = attention(layer, query, key, value, None, dropout=0.0, scaling=0.125, position_ids=positions)
-            return out.transpose(1, 2)  # as the gradient lies
+            return attention(layer, query, key, value, None, dropout=0.0, scaling=0.125, position_ids=positions)[0]
 
         calls["ours-transformers"] = _call(transformers, tensors, nullcontext)
     if device == "cuda":

@@ -96,12 +96,18 @@ def attention(
     if attention_mask is None and more.get("cu_seq_lens_q") is None and more.get("block_table") is None:
         if position_ids is not None and causal:
             packing = _packed_by(position_ids, query, key)
-        if packing is None and dropout == 0.0:
-            left, right = window or (None, None)  # straight to the operator, which is worth some microseconds of the host
-            out, _ = torch.ops.flash.attention_forward(
-                query, key, value, None, None, s_aux, window_left=left, window_right=0 if causal else right,
-                bottom_right=causal, scale=scaling, softcap=softcap or 0.0,
-            )  # fmt: skip
+        if packing is None and dropout == 0.0:  # straight to the operator, which is worth some microseconds of the host
+            if window is None and s_aux is None and not softcap:
+                right = 0 if causal else None
+                out, _ = torch.ops.flash.attention_forward(
+                    query, key, value, window_right=right, bottom_right=causal, scale=scaling
+                )
+            else:
+                left, right = window or (None, None)
+                out, _ = torch.ops.flash.attention_forward(
+                    query, key, value, None, None, s_aux, window_left=left, window_right=0 if causal else right,
+                    bottom_right=causal, scale=scaling, softcap=softcap or 0.0,
+                )  # fmt: skip
             return out.transpose(1, 2), None
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "window": window}
     if more.get("block_table") is not None and more.get("k_cache") is not None:
@@ -175,7 +181,7 @@ def register() -> None:
         return NAME if attn_implementation == NAME else check(self, attn_implementation, *arguments, **options)
 
     check_others.before_flash_attn_ext = check  # type: ignore[attr-defined]
-    transformers.PreTrainedModel._check_and_adjust_attn_implementation = check_others
+    transformers.PreTrainedModel._check_and_adjust_attn_implementation = check_others  # type: ignore[method-assign, unused-ignore]
 
 
 register()

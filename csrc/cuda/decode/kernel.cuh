@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
   float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile) + sums_bytes(kTile));
   char* rest = shared + ring_bytes(kTile) + sums_bytes(kTile) + state_bytes(kTile);  // flag, barrier, inbox
 
+  Ring<kVariant>::prefetch_table(a, a.first_batch + blockIdx.z);
   const Segment s = Segment::find<kVariant>(a);
   if (s.idle) return;
   const int warp = threadIdx.x >> 5;

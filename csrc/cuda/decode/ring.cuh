@@ -68,7 +68,16 @@ struct Ring {
       }
     }
     locate(chunk);
+    if (table == nullptr || whole) prefetch(chunk, a);
     if (kPieces * 8 != a.head_dim) clear_tails(a.head_dim);
+  }
+
+  // Asks for the first lines of a block table while the length is being read, on which it depends what is needed of them.
+  static __device__ __forceinline__ void prefetch_table(const Arguments& a, int batch) {
+    if (a.block_table == nullptr || threadIdx.x >= 32) return;
+    const int first = threadIdx.x * 32;  // entries of a line
+    if (first * static_cast<int64_t>(a.page_size) < a.capacity)
+      ptx::prefetch_l1(a.block_table + batch * a.table_stride + first);
   }
 
   // Starts the copies of a chunk, if this CTA has it, as one group. Chunks come in their order.
@@ -126,6 +135,22 @@ struct Ring {
         entry = coming_entry, slot = coming_slot;
         find(key_of_run(chunk + kWarps, 32 + (threadIdx.x & 31)), &coming_entry, &coming_slot);
       }
+    }
+  }
+
+  // Asks for the lines of the chunk that is fetched next, whose copies take their time to be issued. Only worth it for the first one.
+  __device__ __forceinline__ void prefetch(int chunk, const Arguments& a) const {
+    constexpr int kLines = kTile.bucket / 64, kStep = 32 / kLines;  // lines of a row; rows per instruction
+    const int lane = threadIdx.x & 31, line = lane % kLines, mine = lane / kPieces;
+#pragma unroll
+    for (int n = 0; n < kKeys; n += kStep) {
+      const int row = n + lane / kLines, at = chunk * kKeys + row;
+      const bool second = kRuns > 1 && row >= kRun;
+      const int64_t down = row % kRun - mine, right = line * 128 - lane % kPieces * 16;
+      if (chunk >= chunk_end || at < begin || at >= end) continue;
+      if (line * 64 < a.head_dim) ptx::prefetch_l2((second ? next_key[kRuns - 1] : next_key[0]) + down * key_row + right);
+      if (line * 64 < a.value_dim)
+        ptx::prefetch_l2((second ? next_value[kRuns - 1] : next_value[0]) + down * value_row + right);
     }
   }
 

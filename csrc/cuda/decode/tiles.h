@@ -26,7 +26,7 @@ inline constexpr Tile kTiles[] = {
     {64, 8, 8, 32, 2, 1},    // 5
     {64, 16, 4, 32, 3, 1},   // 6
     {128, 8, 8, 16, 2, 1},   // 7: 168 KB
-    {128, 16, 4, 16, 2, 1},  // 8
+    {128, 16, 8, 16, 2, 1},  // 8: 209 KB
     {256, 8, 4, 16, 2, 1},   // 9
 };
 inline constexpr int kVariants = sizeof(kTiles) / sizeof(Tile);

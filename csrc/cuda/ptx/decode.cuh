@@ -1,5 +1,5 @@
 // ptx/decode.cuh: what the decode kernels need beyond the rest of this room: copies with an L2 policy, tickets, shared memory of other
-// CTAs of a cluster. PTX ISA, "cp.async", "createpolicy", "atom", "st.async", "mapa", "barrier.cluster".
+// CTAs of a cluster. PTX ISA, "cp.async", "createpolicy", "prefetch", "atom", "st.async", "mapa", "barrier.cluster".
 #pragma once
 #include <cstdint>
 
@@ -18,6 +18,10 @@ __device__ __forceinline__ void copy_16_hinted(uint32_t destination, const void*
                "l"(policy)
                : "memory");
 }
+
+// prefetch.global.L1, .L2: the line that holds the address.
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // atom.add.acq_rel.gpu: returns the value before.
 __device__ __forceinline__ unsigned take_ticket(unsigned* p) {
