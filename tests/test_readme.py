@@ -23,6 +23,18 @@ def test_python_in_the_readme_runs(snippet: str):
     exec(compile(snippet, "README.md", "exec"), {})
 
 
+def test_cpp_in_the_readme_is_what_the_tested_program_does():
+    """tests/cpp/consumer is built against the installed package and run by .ci/run."""
+    folder = Path(__file__).parent / "cpp" / "consumer"
+    program = (folder / "CMakeLists.txt").read_text() + (folder / "train.cpp").read_text()
+    blocks = re.findall(r"```(?:cmake|cpp)\n(.*?)```", README, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line]
+    assert len(lines) == 4
+    for line in lines:
+        text = re.sub(r"  #.*|\);$|^at::Tensor out = ", "", line).replace("(program ", "(train ")
+        assert text in program, text
+
+
 def read_table() -> tuple[list[str], dict[str, list[str]]]:
     text = re.search(r"<!-- support table: begin -->\n(.*?)<!-- support table: end -->", README, re.DOTALL)
     assert text, "the README has no support table"
