@@ -135,7 +135,8 @@ def gpt(rows: list[Row]) -> Iterator[tuple[str, Any]]:
     def group(row: Row) -> str:
         return f"{int(row['context']) // 1024}k, {'compiled' if row['compiled'] == 'True' else 'eager'}"
 
-    groups, names = list(dict.fromkeys(map(group, rows))), unique(rows, "rival")
+    ordered = sorted(rows, key=lambda row: (row["compiled"], int(row["context"])))
+    groups, names = list(dict.fromkeys(map(group, ordered))), unique(rows, "rival")
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         speeds = {group(row): float(row["tokens_per_second"]) / 1e3 for row in rows if row["rival"] == name}
@@ -144,8 +145,9 @@ def gpt(rows: list[Row]) -> Iterator[tuple[str, Any]]:
         axes.bar_label(bars, fmt="%.0f", fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel("thousand tokens per second")
-    axes.set_title(f"training {int(rows[0]['parameters']) / 1e6:.0f} M parameters, {rows[0]['dtype']}")
-    axes.legend(fontsize=8, loc="lower left")
+    axes.set_title(f"training a GPT of {rows[0]['layers']} layers, width {rows[0]['width']}, {rows[0]['dtype']}")
+    axes.margins(y=0.2)
+    axes.legend(fontsize=8, loc="upper center", ncols=len(names))
     yield "gpt", figure
 
 
