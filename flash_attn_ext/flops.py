@@ -57,9 +57,11 @@ def varlen_backward(
 @register_flop_formula(torch.ops.flash.attention_decode)
 def decode(
     query: Shape, k_cache: Shape, v_cache: Shape, cache_seqlens: Shape | None = None, block_table: Shape | None = None,
-    *args: Any, out_shape: Any = None, **options: Any,
+    *args: Any, out_shape: Any = None, rows_first: bool = False, **options: Any,
 ) -> int:  # fmt: skip
     """As if every cache were full: how full it is only the device knows."""
+    if rows_first:
+        query, k_cache, v_cache = ((shape[0], shape[2], shape[1], shape[3]) for shape in (query, k_cache, v_cache))
     batch = query[0]
     keys = k_cache[2] * (1 if block_table is None else block_table[1])
     key, value = (batch, k_cache[1], keys, k_cache[3]), (batch, v_cache[1], keys, v_cache[3])

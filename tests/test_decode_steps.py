@@ -81,6 +81,37 @@ def test_opcheck(name: str, device: str):
     )
 
 
+@pytest.mark.parametrize("name", ["plain", "all", "batch-idx", "rows-8"])
+def test_rows_first(name: str, device: str):
+    """The same of [B, L, H, E] tensors, without a view: values, memory order, shapes of fake tensors, errors."""
+    call = Call(next(case for case in CASES if case.name == name), torch.float32, device)
+    expected = call.run()
+    call.query, call.keys, call.values = (x.transpose(1, 2).contiguous() for x in (call.query, call.keys, call.values))
+    case = call.case
+    arguments = (call.query, call.keys, call.values, *call.indices.values(), call.slopes, call.sinks)
+    options = {
+        "window_left": case.left, "window_right": case.right, "bottom_right": case.bottom_right, "scale": case.scale,
+        "softcap": case.softcap, "rows_first": True,
+    }  # fmt: skip
+    out, lse = torch.ops.flash.attention_decode(*arguments, **options)
+    assert out.is_contiguous() and torch.equal(out.transpose(1, 2), expected[0]) and torch.equal(lse, expected[1])
+    clean = (call.query, call.keys.nan_to_num(), call.values.nan_to_num(), *arguments[3:])
+    torch.library.opcheck(torch.ops.flash.attention_decode.default, clean, options)
+    fresh = torch.randn(call.query.shape[0], 2, call.keys.shape[2], call.keys.shape[3], device=device)
+    seqlens = torch.zeros(fresh.shape[0], dtype=torch.int32, device=device)
+    index = (seqlens, call.indices["block_table"], call.indices["cache_batch_idx"])
+    caches = [x.transpose(1, 2).contiguous() for x in (call.keys, call.values)]
+    torch.ops.flash.cache_append_(call.keys, call.values, fresh, fresh, *index, rows_first=True)
+    torch.ops.flash.cache_append_(*caches, *(fresh.transpose(1, 2),) * 2, *index)
+    for ours, theirs in zip((call.keys, call.values), caches, strict=True):
+        torch.testing.assert_close(ours.transpose(1, 2), theirs, rtol=0, atol=0, equal_nan=True)
+    torch.library.opcheck(
+        torch.ops.flash.cache_append_.default, (call.keys, call.values, fresh, fresh, *index), {"rows_first": True}
+    )
+    with pytest.raises(RuntimeError, match="query has 3 dimensions"):
+        torch.ops.flash.attention_decode(call.query[0], *arguments[1:3], rows_first=True)
+
+
 def test_compiled_steps(device: str):
     """A decode step compiles as a whole and leaves the cache as the uncompiled one does."""
 

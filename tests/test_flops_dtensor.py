@@ -42,6 +42,8 @@ def test_cached_flops_count_a_full_cache():
     product = 2 * 3 * 4 * (8 + 8)  # over one key
     assert count(lambda: attention_decode(query, cache, cache, lengths, block_table=table)) == product * 5 * 16
     assert count(lambda: attention_decode(query, cache[:3], cache[:3], lengths)) == product * 16
+    rows_first = [x.transpose(1, 2).contiguous() for x in (query, cache[:3], cache[:3])]
+    assert count(lambda: torch.ops.flash.attention_decode(*rows_first, lengths, rows_first=True)) == product * 16
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -122,13 +123,52 @@ int64_t window_end(const OptSymInt& end) {
   return end.has_value() ? std::clamp(end->guard_int(__FILE__, __LINE__), -problem::kOpen, problem::kOpen) : problem::kOpen;
 }
 
+// With dimensions 1 and 2 swapped. Not through the dispatcher, which would cost the host a microsecond each: for kernels, below
+// autograd. What has another rank is left for the checks to report.
+Tensor swapped(const Tensor& t) {
+  if (t.dim() != 4) return t;
+  Tensor view =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
+  const auto sizes = t.sizes(), strides = t.strides();
+  c10::TensorImpl* impl = view.unsafeGetTensorImpl();
+  impl->set_storage_offset(t.storage_offset());
+  impl->set_sizes_and_strides(std::array{sizes[0], sizes[2], sizes[1], sizes[3]},
+                              std::array{strides[0], strides[2], strides[1], strides[3]});
+  return view;
+}
+
+Tensor swapped_meta(const Tensor& t) { return t.dim() == 4 ? t.transpose(1, 2) : t; }
+
+// kernel(inputs with heads first) under inputs that have rows first.
+template <class Swap, class Kernel>
+OutLse decode_rows_first(const DecodeInputs& in, DecodeOptions options, const Swap& swap, const Kernel& kernel) {
+  options.rows_first = false;
+  const Tensor query = swap(in.query), key = swap(in.cache.key), value = swap(in.cache.value);
+  const CacheInputs cache{key, value, in.cache.seqlens, in.cache.block_table, in.cache.batch_index, in.cache.left_pad};
+  auto [out, lse] = kernel(DecodeInputs{query, cache, in.alibi_slopes, in.sinks}, options);
+  return {swap(out), std::move(lse)};
+}
+
+template <class Swap, class Kernel>
+void append_rows_first(const AppendInputs& in, const Swap& swap, const Kernel& kernel) {
+  const Tensor key = swap(in.cache.key), value = swap(in.cache.value), new_key = swap(in.key), new_value = swap(in.value);
+  kernel(AppendInputs{
+      {key, value, in.cache.seqlens, in.cache.block_table, in.cache.batch_index, in.cache.left_pad}, new_key, new_value});
+}
+
 OutLse meta(const DecodeInputs& in, const DecodeOptions& options) {
+  if (options.rows_first) return decode_rows_first(in, options, swapped_meta, meta);
   check_decode(in, options);
   const auto q = in.query.sym_sizes();
   c10::SymDimVector out(q.begin(), q.end());
   out.back() = in.cache.value.sym_size(3);
   return {empty_in_order(in.query, out, in.query.options()),
           at::empty_symint({q[0], q[1], q[2]}, in.query.options().dtype(accumulate_type(in.query)))};
+}
+
+void meta_append(const AppendInputs& in) {
+  if (in.rows_first) return append_rows_first(in, swapped_meta, meta_append);
+  check_append(in);
 }
 
 }  // namespace
@@ -138,14 +178,14 @@ OutLse call_decode(const DecodeInputs& in, const DecodeOptions& o) {
       c10::Dispatcher::singleton().findSchemaOrThrow("flash::attention_decode", "").typed<decltype(flat_decode<nullptr>)>();
   const CacheInputs& c = in.cache;
   return op.call(in.query, c.key, c.value, c.seqlens, c.block_table, c.batch_index, c.left_pad, in.alibi_slopes, in.sinks,
-                 o.appended, o.window_left, o.window_right, o.bottom_right, o.scale, o.softcap);
+                 o.appended, o.window_left, o.window_right, o.bottom_right, o.scale, o.softcap, o.rows_first);
 }
 
 void call_append(const AppendInputs& in) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("flash::cache_append_", "").typed<decltype(flat_append<nullptr>)>();
   const CacheInputs& c = in.cache;
-  op.call(c.key, c.value, in.key, in.value, *c.seqlens, c.block_table, c.batch_index);
+  op.call(c.key, c.value, in.key, in.value, *c.seqlens, c.block_table, c.batch_index, in.rows_first);
 }
 
 void check_decode(const DecodeInputs& in, const DecodeOptions& options) {
@@ -209,6 +249,10 @@ void check_append(const AppendInputs& in) {
 }
 
 OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOptions& options) {
+  if (options.rows_first) {
+    return decode_rows_first(in, options, swapped,
+                             [&](const DecodeInputs& i, const DecodeOptions& o) { return decode(backend, i, o); });
+  }
   check_decode(in, options);
   auto sizes = in.query.sizes().vec();
   sizes.back() = in.cache.value.size(3);
@@ -266,6 +310,7 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
 }
 
 void append(const Backend& backend, const AppendInputs& in) {
+  if (in.rows_first) return append_rows_first(in, swapped, [&](const AppendInputs& i) { append(backend, i); });
   check_append(in);
   if (in.key.numel() == 0 && in.value.numel() == 0) return;
   if (in.cache.key.size(0) == 0 || capacity(in.cache) == 0) return;
@@ -295,7 +340,7 @@ void append(const Backend& backend, const AppendInputs& in) {
 TORCH_LIBRARY_IMPL(flash, Meta, m) {
   using namespace flash::op;
   m.impl("attention_decode", TORCH_FN(flat_decode<meta>));
-  m.impl("cache_append_", TORCH_FN(flat_append<check_append>));
+  m.impl("cache_append_", TORCH_FN(flat_append<meta_append>));
 }
 
 // No derivative: a call inside a graph runs, and backward through it raises by name.

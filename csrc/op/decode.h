@@ -27,12 +27,14 @@ struct DecodeOptions {
   bool bottom_right;
   OptDouble scale;
   double softcap;
+  bool rows_first = false;  // dimensions 1 and 2 of query, cache and result are swapped
 };
 
 struct AppendInputs {
   CacheInputs cache;
   const Tensor& key;    // [B, Hk, L, E]
   const Tensor& value;  // [B, Hk, L, Ev]
+  bool rows_first = false;
 };
 
 void check_decode(const DecodeInputs& inputs, const DecodeOptions& options);
@@ -48,16 +50,17 @@ template <DecodeKernel* kernel>
 OutLse flat_decode(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const OptTensor& cache_seqlens,
                    const OptTensor& block_table, const OptTensor& cache_batch_idx, const OptTensor& cache_left_pad,
                    const OptTensor& alibi_slopes, const OptTensor& sinks, c10::SymInt appended, OptSymInt window_left,
-                   OptSymInt window_right, bool bottom_right, OptDouble scale, double softcap) {
-  return kernel({query, {k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad}, alibi_slopes, sinks},
-                {std::move(appended), std::move(window_left), std::move(window_right), bottom_right, scale, softcap});
+                   OptSymInt window_right, bool bottom_right, OptDouble scale, double softcap, bool rows_first) {
+  return kernel(
+      {query, {k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad}, alibi_slopes, sinks},
+      {std::move(appended), std::move(window_left), std::move(window_right), bottom_right, scale, softcap, rows_first});
 }
 
 template <AppendKernel* kernel>
 void flat_append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_new, const Tensor& v_new,
-                 const Tensor& cache_seqlens, const OptTensor& block_table, const OptTensor& cache_batch_idx) {
+                 const Tensor& cache_seqlens, const OptTensor& block_table, const OptTensor& cache_batch_idx, bool rows_first) {
   const OptTensor seqlens(cache_seqlens);
-  kernel({{k_cache, v_cache, seqlens, block_table, cache_batch_idx, kNoTensor}, k_new, v_new});
+  kernel({{k_cache, v_cache, seqlens, block_table, cache_batch_idx, kNoTensor}, k_new, v_new, rows_first});
 }
 
 }  // namespace flash::op

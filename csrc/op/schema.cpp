@@ -61,18 +61,19 @@ TORCH_LIBRARY(flash, m) {
   // cache_batch_idx[b] (None: b); under block_table [B, blocks] entries are pages of S keys, and keys S i and following lie in page
   // block_table[b, i]. All of these int32, on the device, never read by the host; without cache_seqlens the cache is full. The
   // diagonal of the window is d = length - L (bottom_right) or 0. No derivative. Returns out [B, H, L, Ev] and lse [B, H, L].
+  // rows_first: query, k_cache, v_cache and out have rows (keys) before heads. Views would do, but cost the host some microseconds.
   m.def(
       "attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, Tensor? block_table=None, "
       "Tensor? cache_batch_idx=None, Tensor? cache_left_pad=None, Tensor? alibi_slopes=None, Tensor? sinks=None, *, "
       "SymInt appended=0, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=True, float? scale=None, "
-      "float softcap=0.0) -> (Tensor out, Tensor lse)",
+      "float softcap=0.0, bool rows_first=False) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 
   // Writes k_new [B, Hk, L, E] and v_new [B, Hk, L, Ev] into a cache, behind the cache_seqlens[b] keys of each sequence. Rows that
-  // the cache has no room for are dropped.
+  // the cache has no room for are dropped. rows_first: as in attention_decode, of all four.
   m.def(
       "cache_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
-      "Tensor? block_table=None, Tensor? cache_batch_idx=None) -> ()",
+      "Tensor? block_table=None, Tensor? cache_batch_idx=None, *, bool rows_first=False) -> ()",
       {at::Tag::pt2_compliant_tag});
 
   // Combines two partial results over disjoint keys: out [..., Ev], lse [...] natural log. (-inf, -inf) stays empty.

@@ -112,7 +112,7 @@ def varlen_backward(
 
 
 class Cache(NamedTuple):
-    """Keys and values of sequences, [entries, Hk, S, D] as the operators take them, and where they lie."""
+    """Keys and values of sequences, [entries, S, Hk, D], and where they lie."""
 
     k: Tensor
     v: Tensor
@@ -124,11 +124,10 @@ class Cache(NamedTuple):
 
 def decode(q: Tensor, cache: Cache, o: Options, appended: int = 0) -> tuple[Tensor, Tensor]:
     """[B, L, H, D] -> out [B, L, H, D], lse [B, H, L]."""
-    out, lse = torch.ops.flash.attention_decode(
-        q.transpose(1, 2), *cache, o.alibi_slopes, appended=appended, window_left=o.left, window_right=o.right, scale=o.scale,
-        softcap=o.softcap,
+    return torch.ops.flash.attention_decode(
+        q, *cache, o.alibi_slopes, appended=appended, window_left=o.left, window_right=o.right, scale=o.scale,
+        softcap=o.softcap, rows_first=True,
     )  # fmt: skip
-    return out.transpose(1, 2), lse
 
 
 def decode_packed(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, cache: Cache, o: Options) -> tuple[Tensor, Tensor]:
@@ -149,15 +148,15 @@ def packed_cache(
 ) -> Cache:
     """Packed keys [total, Hk, D], of which each sequence uses the first ones only: a cache with pages of one key."""
     table = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=k.device, dtype=torch.int32)
-    return Cache(k[:, :, None], v[:, :, None], seqused_k, table, leftpad=leftpad)
+    return Cache(k[:, None], v[:, None], seqused_k, table, leftpad=leftpad)
 
 
 def append(cache: Cache, k: Tensor, v: Tensor) -> None:
     """New keys and values [B, L, Hk, D] behind those of the cache."""
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    torch.ops.flash.cache_append_(cache.k, cache.v, k, v, cache.seqlens, cache.block_table, cache.batch_idx)
+    seqlens, table, index = cache.seqlens, cache.block_table, cache.batch_idx
+    torch.ops.flash.cache_append_(cache.k, cache.v, k, v, seqlens, table, index, rows_first=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool = True) -> Tensor:

@@ -121,11 +121,16 @@ def flash_attn_with_kvcache(
     """Attention of q [B, L, H, D] over a cache [B, S, Hk, D], or [pages, page size, Hk, D] with block_table [B, blocks]. k, v
     [B, L', Hk, D] are first written behind the cache_seqlens keys of each sequence. Pages may have any size, num_splits is
     chosen here. No derivative."""
-    cache = cache_of(q.shape[0], k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
-    appended = 0
-    if k is not None or rotary_cos is not None:
+    if k is None and rotary_cos is None and not isinstance(cache_seqlens, int):
+        left, right = ends(causal, window_size)  # the common case, worth some microseconds of the host
+        out, lse = torch.ops.flash.attention_decode(
+            q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, window_left=left,
+            window_right=right, scale=softmax_scale, softcap=softcap, rows_first=True,
+        )  # fmt: skip
+    else:
+        cache = cache_of(q.shape[0], k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
         q, appended = prepare(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, causal, window_size)
-    out, lse = _calls.decode(q, cache, options(softmax_scale, causal, window_size, softcap, alibi_slopes), appended)
+        out, lse = _calls.decode(q, cache, options(softmax_scale, causal, window_size, softcap, alibi_slopes), appended)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -133,10 +138,9 @@ def cache_of(
     batch: int, k_cache: Tensor, v_cache: Tensor, cache_seqlens: int | Tensor | None, block_table: Tensor | None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
 ) -> Cache:  # fmt: skip
-    """k_cache, v_cache [entries, S, Hk, D]."""
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    return Cache(k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
+    return Cache(k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
 
 
 def prepare(

@@ -37,13 +37,18 @@ class _Last:
         self.version = -1
         self.result: _Packing | None = None
 
-    def get(self, tensor: Tensor, compute: Any) -> _Packing | None:
+    def knows(self, tensor: Tensor) -> bool:
         if torch.compiler.is_compiling() or tensor.is_inference():
-            return compute(tensor)
-        if self.of is None or self.of() is not tensor or self.version != tensor._version:
-            self.result = compute(tensor)
-            self.of, self.version = weakref.ref(tensor), tensor._version
-        return self.result
+            return False
+        return self.of is not None and self.of() is tensor and self.version == tensor._version
+
+    def get(self, tensor: Tensor, compute: Any) -> _Packing | None:
+        if self.knows(tensor):
+            return self.result
+        result: _Packing | None = compute(tensor)
+        if not (torch.compiler.is_compiling() or tensor.is_inference()):
+            self.result, self.of, self.version = result, weakref.ref(tensor), tensor._version
+        return result
 
 
 _last_mask, _last_positions = _Last(), _Last()
@@ -71,6 +76,8 @@ def _restarts(position_ids: Tensor) -> _Packing | None:
 
 def _packed_by(position_ids: Tensor, query: Tensor, key: Tensor) -> _Packing | None:
     """The sequences that one row of a batch holds, by its positions; None if it is one sequence."""
+    if _last_positions.result is None and _last_positions.knows(position_ids):
+        return None  # all layers but the first
     batch, _, rows, _ = query.shape
     if batch != 1 or rows == 1 or rows != key.shape[2] or position_ids.dim() != 2:
         return None
@@ -89,8 +96,9 @@ def attention(
     if more.get("position_bias") is not None:
         raise NotImplementedError('attn_implementation="flash_attn_ext" does not support position_bias: use "sdpa" or "eager".')
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if not query.dtype == key.dtype == value.dtype:  # layer norms kept in fp32, as adapters do it
-        query, key = query.to(value.dtype), key.to(value.dtype)
+    dtype = value.dtype
+    if query.dtype != dtype or key.dtype != dtype:  # layer norms kept in fp32, as adapters do it
+        query, key = query.to(dtype), key.to(dtype)
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     packing = None
     if attention_mask is None and more.get("cu_seq_lens_q") is None and more.get("block_table") is None:

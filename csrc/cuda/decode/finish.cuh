@@ -57,16 +57,21 @@ struct Finish {
 
   const Arguments& a;
   const Segment& s;
-  float* sums;     // shared [warps][lanes][bucket + 4]
+  float* sums;     // shared [warps][warp_bytes], of which [lanes][bucket + 4] are used
   float2* states;  // shared [warps][lanes]
 
   __device__ __forceinline__ int items() const { return s.lanes * kColumns; }
   __device__ __forceinline__ int64_t plane() const { return int64_t{s.batch} * a.planes + s.plane; }
 
+  __device__ __forceinline__ float* sums_of(int warp) const {
+    static_assert(warp_bytes(kTile) >= kTile.lanes * (kTile.bucket + 4) * 4);
+    return sums + warp * (warp_bytes(kTile) / 4);
+  }
+
   __device__ __forceinline__ Part of_warps(int lane, int column) const {
     return Part::sum_of<kTile.warps>(kTile.warps, [&](int w, float4* out, float2* state) {
       *state = states[w * kTile.lanes + lane];
-      *out = *reinterpret_cast<const float4*>(sums + (w * kTile.lanes + lane) * (kTile.bucket + 4) + column);
+      *out = *reinterpret_cast<const float4*>(sums_of(w) + lane * (kTile.bucket + 4) + column);
     });
   }
 
@@ -144,8 +149,7 @@ struct Finish {
           *out = ptx::load_l2_16(reinterpret_cast<const float4*>(a.part_sums + at * kTile.bucket + from));
         });
         if (lane == 0) states[warp * kTile.lanes + i] = make_float2(part.max, part.sum);
-        if (column < kTile.bucket)
-          *reinterpret_cast<float4*>(sums + (warp * kTile.lanes + i) * (kTile.bucket + 4) + column) = part.out;
+        if (column < kTile.bucket) *reinterpret_cast<float4*>(sums_of(warp) + i * (kTile.bucket + 4) + column) = part.out;
       }
     }
   }

@@ -14,9 +14,9 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
     decode_kernel(const __grid_constant__ Arguments a) {
   constexpr Tile kTile = kTiles[kVariant];
   extern __shared__ __align__(1024) char shared[];
-  float* sums = reinterpret_cast<float*>(shared + ring_bytes(kTile));
-  float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile) + sums_bytes(kTile));
-  char* rest = shared + ring_bytes(kTile) + sums_bytes(kTile) + state_bytes(kTile);  // flag, barrier, inbox
+  float* sums = reinterpret_cast<float*>(shared);
+  float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile));
+  char* rest = shared + ring_bytes(kTile) + state_bytes(kTile);  // flag, barrier, inbox
 
   Ring<kVariant>::prefetch_table(a, a.first_batch + blockIdx.z);
   const Segment s = Segment::find<kVariant>(a);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
     __syncwarp();
     ring.issue(chunk + kTile.stages * kTile.warps);
   }
-  lanes.store(sums + warp * kTile.lanes * (kTile.bucket + 4), states + warp * kTile.lanes);
+  lanes.store(finish.sums_of(warp), states + warp * kTile.lanes);  // over its own ring, of which nothing is under way
   __syncthreads();
   ending.run();
 }

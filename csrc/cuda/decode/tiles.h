@@ -20,14 +20,14 @@ inline constexpr Tile kTiles[] = {
     {64, 8, 4, 32, 2, 3},    // 0
     {64, 16, 4, 32, 2, 2},   // 1
     {128, 8, 4, 16, 2, 2},   // 2
-    {128, 16, 4, 16, 2, 2},  // 3: 98 KB, fits 99 KB per block too (sm_86, sm_89, sm_120)
-    {256, 8, 4, 16, 2, 1},   // 4: 161 KB
+    {128, 16, 4, 16, 2, 2},  // 3: 65 KB, as 2: fits 99 KB per block too (sm_86, sm_89, sm_120)
+    {256, 8, 4, 16, 2, 1},   // 4: 129 KB
     // Clusters push their parts through shared memory: few CTAs, so more bytes under way in each.
-    {64, 8, 8, 32, 2, 1},    // 5
-    {64, 16, 4, 32, 3, 1},   // 6
-    {128, 8, 8, 16, 2, 1},   // 7: 168 KB
-    {128, 16, 8, 16, 2, 1},  // 8: 209 KB
-    {256, 8, 4, 16, 2, 1},   // 9
+    {64, 8, 8, 32, 3, 1},    // 5
+    {64, 16, 8, 32, 3, 1},   // 6
+    {128, 8, 8, 16, 3, 1},   // 7
+    {128, 16, 8, 16, 3, 1},  // 8: 205 KB
+    {256, 8, 4, 16, 3, 1},   // 9
 };
 inline constexpr int kVariants = sizeof(kTiles) / sizeof(Tile);
 inline constexpr int kFirstCluster = 5;  // from here on
@@ -35,14 +35,15 @@ inline constexpr int kLargestCluster = 8;
 
 constexpr bool clustered(int variant) { return variant >= kFirstCluster; }
 
-// Dynamic shared memory of a CTA: rings of K and V; sums, maxima and totals of the warps; a barrier; the inbox of a cluster.
-constexpr int64_t ring_bytes(const Tile& t) { return int64_t{t.warps} * t.stages * t.keys * t.bucket * 4; }
-constexpr int64_t sums_bytes(const Tile& t) { return int64_t{t.warps} * t.lanes * (t.bucket + 4) * 4; }
+// Dynamic shared memory of a CTA: rings of K and V, in which the warps leave their sums at the end; their maxima and totals; a barrier;
+// the inbox of a cluster.
+constexpr int64_t warp_bytes(const Tile& t) { return int64_t{t.stages} * t.keys * t.bucket * 4; }  // of the ring
+constexpr int64_t ring_bytes(const Tile& t) { return t.warps * warp_bytes(t); }
 constexpr int64_t state_bytes(const Tile& t) { return int64_t{t.warps} * t.lanes * 8; }
 constexpr int64_t inbox_bytes(const Tile& t) { return int64_t{t.lanes} * (t.bucket / 4) * 24; }
 constexpr int64_t shared_bytes(int variant) {
   const Tile& t = kTiles[variant];
-  return ring_bytes(t) + sums_bytes(t) + state_bytes(t) + 16 + (clustered(variant) ? inbox_bytes(t) : 0);
+  return ring_bytes(t) + state_bytes(t) + 16 + (clustered(variant) ? inbox_bytes(t) : 0);
 }
 
 // Index into kTiles for tickets, -1 if no instance holds the head dims. One of 8 lanes where they suffice.
