@@ -89,6 +89,10 @@ def test_dense(rows: int, keys: int, meaning: dict, device: str):
 def test_the_operator_behind_it(device: str):
     q, k = normal(2, 9, 4, 8, device=device), normal(2, 12, 2, 8, device=device)
     torch.library.opcheck(torch.ops.flash.attention_rows_first.default, (q, k, k), {"window_right": 0, "bottom_right": True})
+    with torch.no_grad():  # its views take another way then
+        found = torch.func.vmap(compat.flash_attn_func)(*(torch.stack([x, 2 * x]) for x in (q, k, k)))
+        torch.testing.assert_close(found[1], compat.flash_attn_func(2 * q, 2 * k, 2 * k))
+        assert not found.requires_grad
     with pytest.raises(RuntimeError, match="attention_rows_first.*dimensions"):
         torch.ops.flash.attention_rows_first(q[0], k, k)
 

@@ -1,7 +1,9 @@
 // op/attention.cpp: flash::attention has SDPA's meaning: any rank from 2 on, broadcasting as in matmul, top-left causal,
 // dropout drawn from torch's generator. It is a composite: views around one call of attention_forward, which has the kernels
 // and the derivative. Nothing is expanded in memory; only five and more dimensions that do not fold into four are copied.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/rand_like.h>
 #include <torch/library.h>
 
@@ -221,11 +223,17 @@ OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, O
   TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
               query.dim(), ", ", key.dim(), " and ", value.dim(),
               " dimensions: they must be [B, L, H, E], [B, S, Hk, E] and [B, S, Hk, Ev].");
-  const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+  // Where nothing is differentiated views need no autograd, which is half of what they cost the host.
+  const auto swapped = [differentiated = at::GradMode::is_enabled()](const Tensor& t) {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!differentiated) below.emplace();
+    return t.transpose(1, 2);
+  };
+  const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
   auto [out, lse] =
       call_forward({q, k, v, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
                    {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, 0.0, deterministic});
-  return {out.transpose(1, 2), std::move(lse)};
+  return {swapped(out), std::move(lse)};
 }
 
 }  // namespace
