@@ -50,13 +50,19 @@ int64_t visible_chunks(const Decode& d, int64_t unit) {
   return ceil_div(span.last - span.first - 1, unit) + 1;  // the window may begin anywhere in a chunk
 }
 
+int64_t cache_bytes(const Decode& d) {
+  const Problem& p = d.problem;
+  return p.batch * p.kv_heads * p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
+}
+
 // Clusters of 8 where few (sequence, kv head) pairs leave most of the GPU idle, several per pair where even they do. At most 14 of
 // them are resident at the same time with one CTA per multiprocessor.
-void choose_cluster(Plan& plan, int64_t planes, int64_t chunks) {
+void choose_cluster(Plan& plan, const Decode& d, int64_t planes, int64_t chunks) {
   plan.cluster = planes < 16 ? decode::kLargestCluster : decode::kLargestCluster / 2;
   while (plan.cluster > 1 && plan.cluster > chunks) plan.cluster /= 2;
   if (plan.cluster == 1) return;
-  plan.variant += decode::kFirstCluster;
+  const bool is_long = d.cache.block_table == nullptr && cache_bytes(d) > 300'000'000;
+  plan.variant = is_long && plan.variant == 2 ? decode::kLongCluster : plan.variant + decode::kFirstCluster;
   const int64_t most = planes < 8 ? std::min<int64_t>(8, 14 / planes) : 1;
   const int64_t useful = chunks / (int64_t{plan.cluster} * decode::kTiles[plan.variant].warps);
   plan.splits = plan.cluster * static_cast<int>(std::clamp<int64_t>(useful, 1, std::max<int64_t>(most, 1)));
@@ -66,7 +72,7 @@ void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t pla
   const decode::Tile& tile = decode::kTiles[plan.variant];
   const int64_t multiprocessors = device.multiprocessors, keys = chunks * tile.keys;
   if (device.sm90 && planes <= 16) {
-    choose_cluster(plan, planes, chunks);
+    choose_cluster(plan, d, planes, chunks);
     if (plan.cluster > 1) return;
   }
   if (d.cache.lengths != nullptr && planes > 16) {  // units balance sequences of unequal lengths
@@ -77,6 +83,7 @@ void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t pla
     const int64_t useful = ceil_div(chunks, tile.warps);
     plan.splits = static_cast<int>(std::clamp<int64_t>(multiprocessors / planes, 1, useful));
   }
+  if (device.sm90 && plan.variant == 2 && planes * plan.splits > multiprocessors) plan.variant = decode::kDeep;
 }
 
 }  // namespace
@@ -114,7 +121,7 @@ Plan plan_decode(const Decode& d, const Device& device) {
   choose_parts(plan, d, device, planes, chunks);
   plan.blocks = planes * plan.splits;
   // Measured: reading past L2 gains up to 10 % while other work's dirty lines fill it, and costs 5 % where the cache is much larger.
-  const int64_t bytes = p.batch * p.kv_heads * p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
+  const int64_t bytes = cache_bytes(d);
   plan.evict_first = bytes >= 16'000'000 && bytes <= 200'000'000;
   plan.workspace_bytes = decode_workspace(d, plan).bytes();
   return plan;

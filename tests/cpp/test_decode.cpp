@@ -57,6 +57,14 @@ TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   const Plan many = plan_decode(decode(64, 4096, 32, 8, 128), device(9));
   EXPECT_EQ(many.splits, 1);
   EXPECT_EQ(many.workspace_bytes, 0);
+  EXPECT_EQ(many.variant, decode::kDeep) << "several blocks on a multiprocessor";
+  EXPECT_EQ(half.variant, 2) << "one on each";
+  EXPECT_EQ(plan_decode(decode(64, 4096, 32, 8, 128), device(8)).variant, 2);
+  Decode paged = decode(1, 131072, 32, 8, 128);
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kLongCluster);
+  const int32_t table = 0;
+  paged.cache.block_table = &table;
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kFirstCluster + 2);
   const Plan ampere = plan_decode(decode(1, 8192, 32, 8, 128), device(8));
   EXPECT_EQ(ampere.cluster, 1);
   EXPECT_EQ(ampere.splits, 108 / 8);

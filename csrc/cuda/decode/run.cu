@@ -83,7 +83,7 @@ cudaError_t launch_instance(int variant, const Arguments& a, dim3 grid, cudaStre
 #if defined(FLASH_ATTN_EXT_SM90)
 constexpr int kBuilt = kVariants;
 #else
-constexpr int kBuilt = kFirstCluster;
+constexpr int kBuilt = kFirstHopper;
 #endif
 
 }  // namespace

@@ -3,6 +3,6 @@
 
 namespace flash::decode {
 
-template cudaError_t launch<__half, 9>(const Arguments&, dim3, cudaStream_t);
+template cudaError_t launch<__half, 10>(const Arguments&, dim3, cudaStream_t);
 
 }  // namespace flash::decode

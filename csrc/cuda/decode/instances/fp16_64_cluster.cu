@@ -3,7 +3,7 @@
 
 namespace flash::decode {
 
-template cudaError_t launch<__half, 5>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__half, 6>(const Arguments&, dim3, cudaStream_t);
+template cudaError_t launch<__half, 7>(const Arguments&, dim3, cudaStream_t);
 
 }  // namespace flash::decode
