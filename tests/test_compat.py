@@ -93,6 +93,11 @@ def test_the_operator_behind_it(device: str):
         found = torch.func.vmap(compat.flash_attn_func)(*(torch.stack([x, 2 * x]) for x in (q, k, k)))
         torch.testing.assert_close(found[1], compat.flash_attn_func(2 * q, 2 * k, 2 * k))
         assert not found.requires_grad
+    heads_first = [x.transpose(1, 2) for x in (q, k, k)]
+    same = torch.ops.flash.attention_rows_first(*heads_first, window_right=0, bottom_right=True, heads_first_in=True)
+    torch.testing.assert_close(same[0], compat.flash_attn_func(q, k, k, causal=True), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"attention_rows_first.*dimensions.*\[B, H, L, E\]"):
+        torch.ops.flash.attention_rows_first(q[0], k, k, heads_first_in=True)
     with pytest.raises(RuntimeError, match="attention_rows_first.*dimensions"):
         torch.ops.flash.attention_rows_first(q[0], k, k)
 

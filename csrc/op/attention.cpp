@@ -219,17 +219,19 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 }
 
 OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
-                  bool bottom_right, OptDouble scale, double softcap, OptBool deterministic) {
-  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
-              query.dim(), ", ", key.dim(), " and ", value.dim(),
-              " dimensions: they must be [B, L, H, E], [B, S, Hk, E] and [B, S, Hk, Ev].");
+                  bool bottom_right, OptDouble scale, double softcap, OptBool deterministic, bool heads_first_in) {
+  TORCH_CHECK(
+      query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
+      query.dim(), ", ", key.dim(), " and ", value.dim(), " dimensions: they must be ",
+      heads_first_in ? "[B, H, L, E], [B, Hk, S, E] and [B, Hk, S, Ev]." : "[B, L, H, E], [B, S, Hk, E] and [B, S, Hk, Ev].");
   // Where nothing is differentiated views need no autograd, which is half of what they cost the host.
   const auto swapped = [differentiated = at::GradMode::is_enabled()](const Tensor& t) {
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!differentiated) below.emplace();
     return t.transpose(1, 2);
   };
-  const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
+  const auto heads_first = [&](const Tensor& t) { return heads_first_in ? t : swapped(t); };
+  const Tensor q = heads_first(query), k = heads_first(key), v = heads_first(value);
   auto [out, lse] =
       call_forward({q, k, v, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
                    {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, 0.0, deterministic});

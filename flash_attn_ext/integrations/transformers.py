@@ -93,30 +93,28 @@ def attention(
 
     attention_mask: None, [B, S] with nonzero = a token, or [B, 1 or H, L, S] as attention() takes it, causal part included.
     """
-    if more.get("position_bias") is not None:
-        raise NotImplementedError('attn_implementation="flash_attn_ext" does not support position_bias: use "sdpa" or "eager".')
+    lengths_or_pages = False
+    if more:
+        if more.get("position_bias") is not None:
+            raise NotImplementedError(
+                'attn_implementation="flash_attn_ext" does not support position_bias: use "sdpa" or "eager".'
+            )
+        lengths_or_pages = more.get("cu_seq_lens_q") is not None or more.get("block_table") is not None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     dtype = value.dtype
     if query.dtype != dtype or key.dtype != dtype:  # layer norms kept in fp32, as adapters do it
         query, key = query.to(dtype), key.to(dtype)
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     packing = None
-    if attention_mask is None and more.get("cu_seq_lens_q") is None and more.get("block_table") is None:
+    if attention_mask is None and not lengths_or_pages:
         if position_ids is not None and causal:
             packing = _packed_by(position_ids, query, key)
-        if packing is None and dropout == 0.0:  # straight to the operator, which is worth some microseconds of the host
-            if window is None and s_aux is None and not softcap:
-                right = 0 if causal else None
-                out, _ = torch.ops.flash.attention_forward(
-                    query, key, value, window_right=right, bottom_right=causal, scale=scaling
-                )
-            else:
-                left, right = window or (None, None)
-                out, _ = torch.ops.flash.attention_forward(
-                    query, key, value, None, None, s_aux, window_left=left, window_right=0 if causal else right,
-                    bottom_right=causal, scale=scaling, softcap=softcap or 0.0,
-                )  # fmt: skip
-            return out.transpose(1, 2), None
+        if packing is None and dropout == 0.0 and s_aux is None:  # the common case, worth some microseconds of the host
+            left, right = window or (None, None)
+            return torch.ops.flash.attention_rows_first(
+                query, key, value, window_left=left, window_right=0 if causal else right, bottom_right=causal, scale=scaling,
+                softcap=softcap or 0.0, heads_first_in=True,
+            )[0], None  # fmt: skip
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "window": window}
     if more.get("block_table") is not None and more.get("k_cache") is not None:
         return _paged(query, key, value, causal, options, **more), None
