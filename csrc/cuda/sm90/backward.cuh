@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
                       threadIdx.x < 8 ? Terms<typename C::T>::factors() : make_uint4(0, 0, 0, 0));
     ptx::fence_async_proxy();
   }
-  if (p.cleared != nullptr && threadIdx.x < C::kZeroBytes / 16) {
+  if (threadIdx.x < C::kZeroBytes / 16) {
     ptx::store_shared(base + C::kZeroAt + 16 * threadIdx.x, make_uint4(0, 0, 0, 0));
     ptx::fence_async_proxy();
   }

@@ -20,7 +20,8 @@ struct BackwardConfig {
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr bool kWide = kKeys == 64;  // one warpgroup has P and dV, another dS and dK; else each has both for 64 keys
   static constexpr int kQueries = kTile.queries, kGradients = 2;                // buffers of Q and its statistics, and of dO
-  static constexpr int kKeyStages = kWide ? 1 : 2;                              // of K; V has one
+  static constexpr int kKeyStages = kWide ? 1 : 2;                              // of K
+  static constexpr int kValueStages = kDim <= 64 ? 2 : 1;                       // of V; there is no room for more
   static constexpr int kScores = 2;                                             // of dS
   static constexpr bool kRests = !kCapped && std::is_same_v<T, __nv_bfloat16>;  // dS from P as good as in fp32
   // Loops with bounds in uniform registers keep the stages of the rings there too, and with them the descriptors. At dim 128 there are
@@ -36,7 +37,7 @@ struct BackwardConfig {
   static constexpr uint32_t kStatisticsBytes = kRows * 32;
   static constexpr uint32_t kKeyAt = 0;
   static constexpr uint32_t kValueAt = kKeyAt + kKeyStages * kKeyBytes;
-  static constexpr uint32_t kQueryAt = kValueAt + kKeyBytes;
+  static constexpr uint32_t kQueryAt = kValueAt + kValueStages * kKeyBytes;
   static constexpr uint32_t kGradientAt = kQueryAt + kQueries * kRowBytes;
   static constexpr uint32_t kScoreAt = kGradientAt + kGradients * kRowBytes;
   static constexpr uint32_t kWeightAt =
@@ -45,13 +46,13 @@ struct BackwardConfig {
   // One group of 8 rows serves all 64 of an operand (stride 0). compute-sanitizer takes the operand for 2048 bytes from here on.
   static constexpr uint32_t kOnesAt = kStatisticsAt + kQueries * kStatisticsBytes;
   static constexpr uint32_t kZeroAt = kOnesAt + 256;
-  static constexpr uint32_t kZeroBytes = kWide ? 2048 : 8192;  // what one store clears
-  static constexpr int kSlots = 3;                             // of announced tiles: finished by some, computed, next
+  static constexpr uint32_t kZeroBytes = 2048;  // what one store clears
+  static constexpr int kSlots = 3;              // of announced tiles: finished by some, computed, next
   static constexpr uint32_t kWorkBytes = 64;
   static constexpr uint32_t kWorkAt = kZeroAt + kZeroBytes;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr uint32_t kSharedBytes =
-      kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kScores + kSlots) + kSlots + 4);
+      kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2);
   static_assert(kSharedBytes <= 232448);
 };
 
@@ -69,25 +70,26 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t score_empty(int i) const { return score_full(C::kScores + i); }
   __device__ __forceinline__ uint32_t work_full(int i) const { return score_full(2 * C::kScores + i); }
   __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
-  __device__ __forceinline__ uint32_t value_full() const { return work_full(2 * C::kSlots); }
-  __device__ __forceinline__ uint32_t value_empty() const { return value_full() + 8; }
-  __device__ __forceinline__ uint32_t weight_full() const { return value_full() + 16; }
-  __device__ __forceinline__ uint32_t weight_empty() const { return value_full() + 24; }
-  __device__ __forceinline__ uint32_t cleared(int i) const { return value_full() + 32 + 8 * i; }
+  __device__ __forceinline__ uint32_t cleared(int i) const { return work_full(2 * C::kSlots + i); }
+  __device__ __forceinline__ uint32_t value_full(int i) const { return work_full(3 * C::kSlots + i); }
+  __device__ __forceinline__ uint32_t value_empty(int i) const { return value_full(C::kValueStages + i); }
+  __device__ __forceinline__ uint32_t weight_full() const { return value_full(2 * C::kValueStages); }
+  __device__ __forceinline__ uint32_t weight_empty() const { return weight_full() + 8; }
 
   __device__ __forceinline__ void init(bool cleans) const {
     constexpr int kWarps = 4, kMain = 8;
     for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kMain);
     for (int i = 0; i < C::kGradients; ++i) ptx::init_barrier(gradient_full(i), 1), ptx::init_barrier(gradient_empty(i), kMain);
     for (int i = 0; i < C::kKeyStages; ++i)
-      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), C::kWide ? kWarps : kMain + kWarps);
+      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), C::kWide ? 2 * kWarps : kMain + kWarps);
     for (int i = 0; i < C::kScores; ++i)
       ptx::init_barrier(score_full(i), C::kWide ? kWarps : kMain), ptx::init_barrier(score_empty(i), kWarps);
     for (int i = 0; i < C::kSlots; ++i) {
       ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kMain + kWarps + (cleans ? 1 : 0));
       ptx::init_barrier(cleared(i), 1);
     }
-    ptx::init_barrier(value_full(), 1), ptx::init_barrier(value_empty(), C::kWide ? kWarps : kMain);
+    for (int i = 0; i < C::kValueStages; ++i)
+      ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), C::kWide ? kWarps : kMain);
     ptx::init_barrier(weight_full(), kWarps), ptx::init_barrier(weight_empty(), kWarps);
     ptx::fence_barrier_init();
   }

@@ -5,6 +5,7 @@
 // One block of rows m, and what the tensor cores have to do meanwhile:
 //   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta) under dV;    wait dV, pack and store dS
 //   issue  S(m+1) | dK += dS(m) Q    wait S,  P = 2^S             under dK;    wait dK, pack P
+// After the last block dV is stored beside the last product, and P of the next tile is made before dK is stored.
 #pragma once
 #include "cuda/sm90/backward_worker.cuh"
 
@@ -19,12 +20,14 @@ struct KeyGradients : BackwardWorker<C> {
 
   const int group;
   BackwardSlot tile;
+  Steps own, full;                                     // blocks of rows that see a key of this warpgroup; those that see all
+  int m, last;                                         // current block; last of the tile
   float key_sum[C::kDim / 2], value_sum[C::kDim / 2];  // [64 keys, dim]: dK, dV
   float score[C::kRows / 2];                           // [64 keys, rows]: S, P, dP, dS in turn
   uint32_t operand[C::kRows / 16][4];                  // P, then dS, as A operands
   uint32_t rest[C::kRows / 8];                         // of P, see rests()
   uint32_t slope[Worker::kSlopes];                     // of the cap, times P
-  uint32_t value_parity = 0;
+  Ring<C::kValueStages> value;
 
   __device__ __forceinline__ KeyGradients(const BackwardArguments& p, uint32_t base, int group)
       : Worker(p, base), group(group) {}
@@ -42,7 +45,7 @@ struct KeyGradients : BackwardWorker<C> {
     this->template multiply<Worker::kLse>(score, a, this->describe_query());
   }
   __device__ __forceinline__ void multiply_value_gradient() {
-    const uint64_t a = ptx::describe_matrix(base + C::kValueAt + group * 64 * 128, 16, 1024);
+    const uint64_t a = ptx::describe_matrix(base + C::kValueAt + value_offset() + group * 64 * 128, 16, 1024);
     this->template multiply<Worker::kDelta>(score, a, this->describe_gradient());
   }
 
@@ -53,9 +56,9 @@ struct KeyGradients : BackwardWorker<C> {
     for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
   }
 
-  // operand = P of block m, whose S is in `score` or under way, with dK of the block before behind it.
+  // operand = P of the current block, whose S is in `score` or under way, with dK of the block before behind it.
   template <bool kFirst>
-  __device__ __forceinline__ void weigh(int m, const Steps& full) {
+  __device__ __forceinline__ void weigh() {
     ptx::wait_products<kFirst ? 0 : 1>();
     this->exponentiate(score, slope, tile, first_key(), m, full);
     if constexpr (C::kRests) {
@@ -71,9 +74,9 @@ struct KeyGradients : BackwardWorker<C> {
     pack();
   }
 
-  // dV and dK of block m, whose P is in `operand`; leaves P of the next block, if there is one, there.
+  // dV and dK of the current block, whose P is in `operand`; leaves P of the next block that this warpgroup sees, if any, there.
   // heads: of the group that are left, this one included; dV is complete with the last block of the last.
-  __device__ __forceinline__ void step(int m, bool last, int heads, const Steps& full) {
+  __device__ __forceinline__ void step(int heads) {
     ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     ptx::fence_products();
     multiply_value_gradient();
@@ -93,7 +96,7 @@ struct KeyGradients : BackwardWorker<C> {
     gradient.next();
     pack();
     this->store_scores(operand, group * 64);
-    if (last) {
+    if (m++ == own.last) {
       ptx::fence_products();
       accumulate(key_sum, this->describe_query_columns(this->place(query.stage)));
       if (heads == 1) store_value();
@@ -106,7 +109,7 @@ struct KeyGradients : BackwardWorker<C> {
       ptx::fence_products();
       multiply_key_query();
       accumulate(key_sum, this->describe_query_columns(this->place(query.stage_before())));
-      weigh<false>(m + 1, full);
+      weigh<false>();
     }
   }
 
@@ -123,21 +126,24 @@ struct KeyGradients : BackwardWorker<C> {
     score_slot.next();
   }
 
-  // The blocks of rows of one query head.
-  __device__ __forceinline__ void walk(int heads, const Steps& own, const Steps& full) {
+  // Starts on the blocks of rows of a query head: those that do not see this warpgroup's keys, then S and P of the first that does.
+  __device__ __forceinline__ void begin() {
     const uint4 place = ptx::load_shared_16(tile.place());
-    int m = this->bound(static_cast<int>(place.z));
-    const int last = this->bound(static_cast<int>(place.w));
+    m = this->bound(static_cast<int>(place.z));
+    last = this->bound(static_cast<int>(place.w));
 #pragma unroll 1
     for (const int end = own.first <= own.last ? own.first : last + 1; m < end; ++m) skip();
     if (m > last) return;
     ptx::wait(barriers.query_full(query.stage), query.parity);
     ptx::fence_products();
     multiply_key_query();
-    weigh<true>(m, full);
-    ptx::wait(barriers.value_full(), value_parity);
+    weigh<true>();
+  }
+
+  // The rest of them.
+  __device__ __forceinline__ void walk(int heads) {
 #pragma unroll 1
-    for (; m <= own.last; ++m) step(m, m == own.last, heads, full);
+    while (m <= own.last) step(heads);
 #pragma unroll 1
     for (; m <= last; ++m) skip();
   }
@@ -146,50 +152,83 @@ struct KeyGradients : BackwardWorker<C> {
   __device__ __forceinline__ void store_value() {
     if (!p.write_dvalue) return;
     ptx::sync_named(1 + group, 128);
-    const uint32_t staging = base + C::kValueAt + first_of_warp() * 128;
+    const uint32_t staging = base + C::kValueAt + value_offset() + first_of_warp() * 128;
     this->stage(value_sum, 1.f, staging);
-    this->store_boxes(&p.dvalue, staging, tile, first_of_warp());
+    this->store_boxes(&p.dvalue, staging, C::kKeyPanel, tile, first_of_warp());
   }
 
-  // dK of this warp's keys, through their place in the buffer of K, once dQ has read it too.
-  __device__ __forceinline__ void store_key() {
+  // V may be loaded again once dV has left its place.
+  __device__ __forceinline__ void release_value() {
+    if (lane == 0) {
+      ptx::wait_stores_read<0>();
+      ptx::arrive(barriers.value_empty(value.stage));
+    }
+    value.next();
+  }
+
+  // dK of this warp's keys of a finished tile, through their place in its stage of K, once dQ has read that too: when the last dS is
+  // read, which filled `scores`.
+  __device__ __forceinline__ void store_key(BackwardSlot finished, int stage, const Ring<C::kScores>& scores) {
     if (p.write_dkey) {
-      ptx::wait(barriers.score_empty(score_slot.stage_before()), score_slot.parity_before());
+      ptx::wait(barriers.score_empty(scores.stage_before()), scores.parity_before());
       ptx::sync_named(1 + group, 128);
-      const uint32_t staging = base + C::kKeyAt + key.stage * C::kKeyBytes + first_of_warp() * 128;
+      const uint32_t staging = base + C::kKeyAt + stage * C::kKeyBytes + first_of_warp() * 128;
       this->stage(key_sum, p.scale, staging);
-      this->store_boxes(&p.dkey, staging, tile, first_of_warp());
+      this->store_boxes(&p.dkey, staging, C::kKeyPanel, finished, first_of_warp());
     }
     if (lane == 0) {
-      ptx::wait_stores_read<1>();  // dV is
-      ptx::arrive(barriers.value_empty());
       ptx::wait_stores_read<0>();
-      ptx::arrive(barriers.key_empty(key.stage));
+      ptx::arrive(barriers.key_empty(stage));
     }
-    key.next();
   }
 
+  __device__ __forceinline__ uint32_t value_offset() const {
+    return C::kValueStages > 1 ? this->place(value.stage) * C::kKeyBytes : 0;
+  }
   __device__ __forceinline__ int first_of_warp() const { return group * 64 + warp * 16; }
 
+  __device__ __forceinline__ int skipped_from() const { return ptx::load_shared_volatile(tile.place() + 8); }
+
+  // Reads the current tile and waits for its K.
+  __device__ __forceinline__ void open() {
+    const uint4 sequence = ptx::load_shared_16(tile.sequence());
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), begin = first_key();
+    own = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
+    full = this->bound(unmasked<C::kRows>(p, rows, keys, begin, begin + 64));
+    ptx::wait(barriers.key_full(key.stage), key.parity);
+  }
+
   __device__ __forceinline__ void run() {
-    while (this->fetch(tile)) {
+    bool more = this->fetch(tile);
+    if (more) {
+      open();
+      begin();
+    }
+#pragma unroll 1
+    while (more) {
 #pragma unroll
       for (int i = 0; i < C::kDim / 2; ++i) key_sum[i] = value_sum[i] = 0;
-      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
-      const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
-      const int begin = static_cast<int>(place.x) + group * 64;
-      const Steps own = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
-      const Steps full = this->bound(unmasked<C::kRows>(p, rows, keys, begin, begin + 64));
-      ptx::wait(barriers.key_full(key.stage), key.parity);
+      ptx::wait(barriers.value_full(value.stage), value.parity);
 #pragma unroll 1
-      for (int heads = p.group; heads > 0; --heads) walk(heads, own, full);
-      if (own.first > own.last) {
-        ptx::wait(barriers.value_full(), value_parity);
-        store_value();
+      for (int heads = p.group;; --heads) {
+        walk(heads);
+        if (heads == 1) break;
+        begin();
       }
-      value_parity ^= 1;
-      store_key();
-      this->release_work();
+      if (own.first > own.last) store_value();
+      release_value();
+      const BackwardSlot finished = tile;
+      const int stage = key.stage;
+      const Ring<C::kScores> scores = score_slot;
+      key.next();
+      more = this->fetch(tile);
+      if (more) open();
+      // The producer loads two blocks of a tile, but maybe no third, before it needs the K that this tile still holds.
+      const bool early = this->bound(more && own.first <= own.last && own.first - skipped_from() <= 1);
+      if (early) begin();
+      store_key(finished, stage, scores);
+      this->release_work(finished);
+      if (more && !early) begin();
     }
     if (lane == 0) ptx::wait_stores<0>();
   }

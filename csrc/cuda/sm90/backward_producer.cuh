@@ -18,8 +18,8 @@ struct BackwardProducer {
   Ring<C::kQueries> query;
   Ring<C::kGradients> gradient;
   Ring<C::kKeyStages> key;
+  Ring<C::kValueStages> value;
   Ring<C::kSlots> slot;
-  uint32_t value_parity = 0;
   int claimed = -1;  // last tile taken from the grid
 
   __device__ __forceinline__ BackwardSlot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
@@ -57,9 +57,9 @@ struct BackwardProducer {
     key.next();
   }
   __device__ __forceinline__ void load_value(BackwardSlot tile) {
-    ptx::wait(barriers.value_empty(), value_parity ^ 1);
-    load_keys(&p.value, base + C::kValueAt, barriers.value_full(), tile);
-    value_parity ^= 1;
+    ptx::wait(barriers.value_empty(value.stage), value.parity ^ 1);
+    load_keys(&p.value, base + C::kValueAt + value.stage * C::kKeyBytes, barriers.value_full(value.stage), tile);
+    value.next();
   }
   __device__ __forceinline__ void load_query(int row, int head, int sequence, const uint4* statistics) {
     const uint32_t full = barriers.query_full(query.stage);
@@ -92,11 +92,13 @@ struct BackwardProducer {
     for (int i = 0;; ++i) {
       if (i == min(steps, kAhead)) {
         more = announce_next();
-        if (C::kKeyStages > 1 && more) load_key(slot_at(slot.stage == 0 ? C::kSlots - 1 : slot.stage - 1));
+        const BackwardSlot next = slot_at(slot.stage_before());
+        if (C::kKeyStages > 1 && more) load_key(next);
+        if (C::kValueStages > 1 && more) load_value(next);
       }
       if (i >= steps) break;
       load_query(row, head, sequence, statistics);
-      if (i == 0) load_value(tile);
+      if (C::kValueStages == 1 && i == 0) load_value(tile);
       load_gradient(row, head, sequence);
       row += C::kRows;
       statistics += kUnit;
@@ -107,7 +109,7 @@ struct BackwardProducer {
         statistics += (p.head_units - count) * kUnit;
       }
     }
-    if (steps == 0) load_value(tile);
+    if (C::kValueStages == 1 && steps == 0) load_value(tile);
     return more;
   }
 
@@ -115,6 +117,7 @@ struct BackwardProducer {
     int current = 0;
     bool more = announce_next();
     if (more) load_key(slot_at(current));
+    if (C::kValueStages > 1 && more) load_value(slot_at(current));
     ptx::wait_kernel_before();  // the statistics, and through them the sums
     while (more) {
       more = feed(slot_at(current));

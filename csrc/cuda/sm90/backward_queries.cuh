@@ -9,7 +9,8 @@ template <class C>
 struct QueryGradients : BackwardWorker<C> {
   using Worker = BackwardWorker<C>;
   using T = typename C::T;
-  using Worker::barriers, Worker::base, Worker::key, Worker::lane, Worker::p, Worker::release, Worker::score_slot, Worker::warp;
+  using Worker::barriers, Worker::base, Worker::key, Worker::lane, Worker::p, Worker::release, Worker::score_slot, Worker::slot,
+      Worker::warp;
   static constexpr int kGroup = 128;  // floats of 16 rows x 8 columns
 
   float sum[32];  // [64 rows, 64 columns]
@@ -70,8 +71,8 @@ struct QueryGradients : BackwardWorker<C> {
       const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), begin = static_cast<int>(place.x);
       const int first = this->bound(static_cast<int>(place.z)), last = this->bound(static_cast<int>(place.w));
       int block = ptx::load_shared_volatile(tile.source() + 12) + static_cast<int>(place.y) * p.group * p.head_blocks;
-      if (p.cleared != nullptr) ptx::wait(barriers.cleared(this->slot.stage), this->slot.parity);
-      this->release_work();
+      if (p.cleared != nullptr) ptx::wait(barriers.cleared(slot.stage_before()), slot.parity_before());
+      this->release_work(tile);
       const Steps low = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
       const Steps high = C::kWide ? low : this->bound(viewers<C::kRows>(p, rows, keys, begin + 64, begin + 128));
       ptx::wait(barriers.key_full(key.stage), key.parity);
@@ -96,11 +97,7 @@ struct QueryGradients : BackwardWorker<C> {
           to = ptx::advance(to, C::kRows / 16 * p.column_groups * kGroup * 4);
         }
       }
-      if (C::kWide) {
-        ptx::sync_named(3, 384);
-      } else {
-        release(barriers.key_empty(key.stage));
-      }
+      release(barriers.key_empty(key.stage));
       key.next();
     }
   }

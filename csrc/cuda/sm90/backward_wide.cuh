@@ -1,5 +1,6 @@
 // sm90/backward_wide.cuh: head dims up to 256, where one warpgroup cannot hold dK and dV of 64 keys. One makes S, P and dV, the other
-// dP, dS and dK; P crosses through shared memory.
+// dP, dS and dK; P crosses through shared memory. Both are stored through the buffers of Q and dO of the last block, so that K and V of
+// the next tile travel as soon as those of this one are read for the last time.
 #pragma once
 #include "cuda/sm90/backward_worker.cuh"
 
@@ -98,9 +99,11 @@ struct WideGradients : BackwardWorker<C> {
   }
 
   // operand = P or dS of block m, whose S or dP is in `score` or under way, with dV or dK of the block before behind it.
+  // final: the last block of the tile.
   template <bool kFirst>
-  __device__ __forceinline__ void advance(int m, const Steps& full) {
+  __device__ __forceinline__ void advance(int m, bool final, const Steps& full) {
     ptx::wait_products<kFirst ? 0 : 1>();
+    if (final) release_tile();
     if constexpr (kValues) {
       if (!C::kCapped) release(barriers.query_empty(query.stage));
       weigh(m, full);
@@ -125,20 +128,24 @@ struct WideGradients : BackwardWorker<C> {
     for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
     if (!kValues) this->store_scores(operand, 0);
   }
+  // This warpgroup reads K or V no more.
+  __device__ __forceinline__ void release_tile() { release(kValues ? barriers.key_empty(0) : barriers.value_empty(0)); }
   // What the sum has read.
   __device__ __forceinline__ void release_before() {
     release(kValues ? barriers.gradient_empty(gradient.stage_before()) : barriers.query_empty(query.stage_before()));
   }
 
   // dV or dK of block m, whose P or dS is in `operand`; leaves that of the next block, if there is one, there.
-  __device__ __forceinline__ void step(int m, bool last, const Steps& full) {
+  // heads: of the group that are left, this one included.
+  __device__ __forceinline__ void step(int m, int last, int heads, const Steps& full) {
     if (kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     query.next();
     gradient.next();
-    if (last) {
+    if (m == last) {
       ptx::fence_products();
       accumulate_before();
       ptx::wait_products<0>();
+      if (heads == 1) store();
       release_before();
     } else {
       ptx::wait(barriers.query_full(query.stage), query.parity);
@@ -146,20 +153,36 @@ struct WideGradients : BackwardWorker<C> {
       ptx::fence_products();
       multiply_first();
       accumulate_before();
-      advance<false>(m + 1, full);
+      advance<false>(m + 1, m + 1 == last && heads == 1, full);
     }
   }
 
+  // The sum of this warp's keys, through the buffer of dO (or Q) of the last block, which is this warpgroup's alone by now: the other
+  // has taken (or sent) P of that block after its product with it.
+  __device__ __forceinline__ void store() {
+    static_assert(C::kRowPanel == C::kKeyPanel);
+    if (!(kValues ? p.write_dvalue : p.write_dkey)) return;
+    if (kValues) ptx::wait(barriers.weight_empty(), weight_parity ^ 1);
+    ptx::sync_named(kValues ? 1 : 2, 128);
+    const uint32_t buffer = kValues ? C::kGradientAt + this->place(gradient.stage_before()) * C::kRowBytes
+                                    : C::kQueryAt + this->place(query.stage_before()) * C::kRowBytes;
+    const uint32_t staging = base + buffer + warp * 16 * 128;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      this->stage(sum[part], kValues ? 1.f : p.scale, staging + part * 2 * C::kKeyPanel);
+    this->store_boxes(kValues ? &p.dvalue : &p.dkey, staging, C::kKeyPanel, tile, warp * 16);
+    if (lane == 0) ptx::wait_stores_read<0>();
+  }
+
   // The blocks of rows of one query head.
-  __device__ __forceinline__ void walk(int m, int last, const Steps& full) {
-    if (m > last) return;
+  __device__ __forceinline__ void walk(int m, int last, int heads, const Steps& full) {
     ptx::wait(barriers.query_full(query.stage), query.parity);
     if (!kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     ptx::fence_products();
     multiply_first();
-    advance<true>(m, full);
+    advance<true>(m, m == last && heads == 1, full);
 #pragma unroll 1
-    for (; m <= last; ++m) step(m, m == last, full);
+    for (; m <= last; ++m) step(m, last, heads, full);
   }
 
   __device__ __forceinline__ void run() {
@@ -171,22 +194,17 @@ struct WideGradients : BackwardWorker<C> {
       const int first = this->bound(static_cast<int>(place.z)), last = this->bound(static_cast<int>(place.w));
       const Steps full =
           this->bound(unmasked<C::kRows>(p, static_cast<int>(sequence.x), static_cast<int>(sequence.y), begin, begin + 64));
-      ptx::wait(kValues ? barriers.key_full(0) : barriers.value_full(), tile_parity);
-#pragma unroll 1
-      for (int i = 0; i < p.group; ++i) walk(first, last, full);
-      ptx::wait(kValues ? barriers.value_full() : barriers.key_full(0), tile_parity);  // what this one stages its sum in
+      ptx::wait(kValues ? barriers.key_full(0) : barriers.value_full(0), tile_parity);
       tile_parity ^= 1;
-      ptx::sync_named(3, 384);  // nobody reads K and V any more
-      const uint32_t staging = base + (kValues ? C::kValueAt : C::kKeyAt) + warp * 16 * 128;
-      if (kValues ? p.write_dvalue : p.write_dkey) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          this->stage(sum[part], kValues ? 1.f : p.scale, staging + part * 2 * C::kKeyPanel);
-        this->store_boxes(kValues ? &p.dvalue : &p.dkey, staging, tile, warp * 16);
+      if (first > last) {  // no row sees these keys
+        release_tile();
+        if (kValues ? p.write_dvalue : p.write_dkey)
+          this->store_boxes(kValues ? &p.dvalue : &p.dkey, base + C::kZeroAt, 0, tile, warp * 16);
+      } else {
+#pragma unroll 1
+        for (int heads = p.group; heads > 0; --heads) walk(first, last, heads, full);
       }
-      if (lane == 0) ptx::wait_stores_read<0>();
-      release(kValues ? barriers.value_empty() : barriers.key_empty(0));
-      this->release_work();
+      this->release_work(tile);
     }
     if (lane == 0) ptx::wait_stores<0>();
   }

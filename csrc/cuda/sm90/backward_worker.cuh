@@ -72,12 +72,12 @@ struct BackwardWorker {
   __device__ __forceinline__ bool fetch(BackwardSlot& tile) {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
     tile = BackwardSlot{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+    slot.next();
     return bound(ptx::load_shared_volatile(tile.index())) < p.tiles;
   }
-  __device__ __forceinline__ void release_work() {
+  __device__ __forceinline__ void release_work(BackwardSlot tile) {
     __syncwarp();
-    release(barriers.work_empty(slot.stage));
-    slot.next();
+    release(barriers.work_empty((tile.at - base - C::kWorkAt) / C::kWorkBytes));
   }
 
   // K-major descriptors of a stage's rows.
@@ -204,8 +204,10 @@ struct BackwardWorker {
     }
   }
 
-  // What stage() left at `from` to the keys from `first` of the tile on: a group of this lane's stores.
-  __device__ __forceinline__ void store_boxes(const CUtensorMap* map, uint32_t from, BackwardSlot tile, int first) const {
+  // What stage() left at `from`, `panel_bytes` from one panel to the next, to the keys from `first` of the tile on: a group of this
+  // lane's stores.
+  __device__ __forceinline__ void store_boxes(const CUtensorMap* map, uint32_t from, uint32_t panel_bytes, BackwardSlot tile,
+                                              int first) const {
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -213,7 +215,7 @@ struct BackwardWorker {
       const int row = static_cast<int>(sequence.z + place.x) + first, wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
 #pragma unroll
       for (int panel = 0; panel < C::kPanels; ++panel)
-        ptx::store_box(map, from + panel * C::kKeyPanel,
+        ptx::store_box(map, from + panel * panel_bytes,
                        {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
       ptx::commit_stores();
     }
