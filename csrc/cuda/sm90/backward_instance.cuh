@@ -28,7 +28,8 @@ cudaError_t launch_behind(const Arguments& arguments, unsigned blocks, int threa
 template <class T, int kVariant>
 cudaError_t launch_backward_prepare(const PrepareArguments& arguments, unsigned blocks, cudaStream_t stream) {
   constexpr BackwardTile kTile = kBackwardTiles[kVariant];
-  backward_prepare_kernel<T, kTile.bucket, kTile.rows><<<blocks, kRowKernelThreads, 0, stream>>>(arguments);
+  backward_prepare_kernel<T, kTile.bucket, kTile.rows>
+      <<<blocks*(kTile.rows / kPrepareRows), kRowKernelThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 

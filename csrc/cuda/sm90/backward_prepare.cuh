@@ -49,6 +49,10 @@ struct Terms<__half> {  // the factors make up for the narrow range
 
 inline constexpr int kRowKernelThreads = 256;
 
+// Blocks take their work from the end: what a kernel touches last is what the next, from the start, or the one before, from the end,
+// finds in L2.
+__device__ __forceinline__ unsigned from_the_end() { return gridDim.x - 1 - blockIdx.x; }
+
 struct PrepareArguments {
   problem::Problem problem;
   problem::Gradients gradients;
@@ -67,23 +71,28 @@ __device__ __forceinline__ float lowering(float lse, float lse_scale) {
   return -bounded(lse2) * lse_scale;
 }
 
-// A block takes kRows rows of one head: one block of statistics.
+inline constexpr int kPrepareRows =
+    32;  // of a block; few, so that many blocks share a multiprocessor and hide each other's waits
+
+// kRows: of a block of statistics.
 template <class T, int kDim, int kRows>
 __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
-  constexpr int kLanes = kDim / 8, kPass = kRowKernelThreads / kLanes;  // 16 bytes a lane
+  constexpr int kLanes = kDim / 8, kPass = kRowKernelThreads / kLanes, kPasses = kPrepareRows / kPass;  // 16 bytes a lane
+  constexpr unsigned kParts = kRows / kPrepareRows;
   const problem::Problem& p = a.problem;
   ptx::launch_kernel_behind();
   if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.counters) a.cleared[i] = 0;
-  const int plane = blockIdx.x / a.units, slot = blockIdx.x - plane * a.units;
+  const unsigned index = from_the_end(), unit = index / kParts, part = index - unit * kParts;
+  const int plane = unit / a.units, slot = unit - plane * a.units;
   int64_t batch = plane / p.heads;
   const int64_t head = plane - batch * p.heads;  // packed: plane is the head
   const int64_t piece = common::find_piece(p.cu_seqlens_q, p.batch, kRows, slot, &batch);
   const problem::Sequence s = problem::sequence(p, batch);
-  const int64_t first = piece * kRows;
-  if (piece < 0 || first >= s.rows) return;
-  const int count = static_cast<int>(min(static_cast<int64_t>(kRows), s.rows - first));
+  if (piece < 0 || piece * kRows >= s.rows) return;
+  const int64_t first = piece * kRows + part * kPrepareRows;
+  const int count = static_cast<int>(max(int64_t{0}, min(static_cast<int64_t>(kPrepareRows), s.rows - first)));
 
-  if (a.scratch.dquery != nullptr) {
+  if (a.scratch.dquery != nullptr && count > 0) {
     float4* gSum =
         reinterpret_cast<float4*>(a.scratch.dquery_block(a.scratch.first_block(s, head) + first / common::kBlockRows));
     const int vectors = (count + common::kBlockRows - 1) / common::kBlockRows * static_cast<int>(a.scratch.columns) *
@@ -95,17 +104,20 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
   const bool inside = lane * 8 < p.value_dim;
   const T* gOut = static_cast<const T*>(out.data) + problem::offset(out, batch, head, s.row + first + line) + lane * 8;
   const T* gGradient = static_cast<const T*>(dout.data) + problem::offset(dout, batch, head, s.row + first + line) + lane * 8;
-  uint4* gStatistics = a.statistics + static_cast<int64_t>(blockIdx.x) * (2 * kRows);
-  uint4 rOut[kRows / kPass], rGradient[kRows / kPass];
+  uint4* gStatistics = a.statistics + static_cast<int64_t>(unit) * (2 * kRows) + part * (2 * kPrepareRows);
+  const int64_t gPlace = problem::lse_offset(p, batch, head, s.row + first + line);
+  uint4 rOut[kPasses], rGradient[kPasses];
+  float rLse[kPasses];
 #pragma unroll
-  for (int i = 0; i < kRows / kPass; ++i) {
+  for (int i = 0; i < kPasses; ++i) {
     const bool exists = inside && i * kPass + line < count;
+    rLse[i] = lane == 0 && exists ? static_cast<const float*>(p.lse)[gPlace + i * kPass] : 0.f;
     rOut[i] = rGradient[i] = make_uint4(0, 0, 0, 0);
     if (exists) rOut[i] = __ldg(reinterpret_cast<const uint4*>(gOut + i * kPass * out.row));
     if (exists) rGradient[i] = __ldg(reinterpret_cast<const uint4*>(gGradient + i * kPass * dout.row));
   }
 #pragma unroll
-  for (int i = 0; i < kRows / kPass; ++i) {
+  for (int i = 0; i < kPasses; ++i) {
     const int row = i * kPass + line;
     const T* o = reinterpret_cast<const T*>(&rOut[i]);
     const T* g = reinterpret_cast<const T*>(&rGradient[i]);
@@ -116,11 +128,11 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
     for (int j = kLanes / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
     float value = lane == 0 ? -1e30f : 0.f;  // past the end of the sequence
     if (row < count) {
-      const int64_t place = problem::lse_offset(p, batch, head, s.row + first + row);
+      const int64_t place = gPlace + i * kPass;
       if (a.gradients.dlse != nullptr) delta -= static_cast<const float*>(a.gradients.dlse)[place];
       if (lane == 0) {
         static_cast<float*>(a.gradients.delta)[place] = delta;
-        value = lowering(static_cast<const float*>(p.lse)[place], a.lse_scale);
+        value = lowering(rLse[i], a.lse_scale);
       } else {
         value = -delta;
       }
@@ -144,7 +156,8 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_convert_kernel(con
   __shared__ __align__(16) uint32_t sRows[kConvertRows][kDim / 2 + 4];  // 4: rows 16 bytes apart in the banks
   ptx::wait_kernel_before();
   const problem::Problem& p = a.problem;
-  const int plane = blockIdx.x / a.pieces, slot = blockIdx.x - plane * a.pieces;
+  const unsigned index = from_the_end();
+  const int plane = index / a.pieces, slot = index - plane * a.pieces;
   int64_t batch = plane / p.heads;
   const int64_t head = plane - batch * p.heads;
   const int64_t piece = common::find_piece(p.cu_seqlens_q, p.batch, kConvertRows, slot, &batch);
