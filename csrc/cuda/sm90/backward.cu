@@ -100,8 +100,9 @@ struct Launches {
     main.tiles = static_cast<int>(backward_tiles(p, plan.variant));
     main.key_tiles = main.tiles / main.planes;
     const bool uneven = !p.packed() && p.right < problem::kOpen;
-    const int64_t plane_bytes = main.group * p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
-    const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(plane_bytes, 1), 2 * plan.blocks / main.key_tiles);
+    // Tiles that run side by side are at about the same query head of their groups: one head of a plane counts.
+    const int64_t head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
+    const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), 2 * plan.blocks / main.key_tiles);
     main.section = uneven ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes)) : 0;
     if (scratch.dquery != nullptr && !p.packed()) {  // the main kernel clears the sums
       main.cleared = reinterpret_cast<unsigned*>(memory + places.cleared_at);
