@@ -33,6 +33,21 @@ struct QueryGradients : BackwardWorker<C> {
     ptx::wait_products<0>();
   }
 
+  // Adds the panel in `sum`, or what columns / 8 of it exist, to the sums at `to`.
+  __device__ __forceinline__ void add_panel(float* to, int groups) const {
+    const auto add = [&](int i) {
+      ptx::reduce_add_4(to + i * kGroup, sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    };
+    if (groups >= 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) add(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (i < groups) add(i);
+    }
+  }
+
   // dQ of one block of rows from 16 kSteps keys that start `offset` bytes into panels of keys. rows: of this warp's first on, that
   // exist; their sums are at `to`.
   template <int kSteps>
@@ -47,12 +62,7 @@ struct QueryGradients : BackwardWorker<C> {
       for (int panel = 0; panel < C::kPanels; ++panel) {
         multiply<kSteps>(scores + part * (C::kKeyPanel / 16), keys + panel * (C::kKeyPanel / 16));
         if (part == C::kRows / 64 - 1 && panel == C::kPanels - 1) release(barriers.score_empty(score_slot.stage));
-        if (part * 64 < rows) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i)
-            if (panel * 8 + i < p.column_groups)
-              ptx::reduce_add_4(to + (panel * 8 + i) * kGroup, sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-        }
+        if (part * 64 < rows) add_panel(to + panel * 8 * kGroup, p.column_groups - panel * 8);
       }
       to = ptx::advance(to, 4 * p.column_groups * kGroup * 4);
     }

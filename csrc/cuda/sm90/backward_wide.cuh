@@ -135,26 +135,31 @@ struct WideGradients : BackwardWorker<C> {
     release(kValues ? barriers.gradient_empty(gradient.stage_before()) : barriers.query_empty(query.stage_before()));
   }
 
-  // dV or dK of block m, whose P or dS is in `operand`; leaves that of the next block, if there is one, there.
-  // heads: of the group that are left, this one included.
-  __device__ __forceinline__ void step(int m, int last, int heads, const Steps& full) {
+  // dV or dK of block m, whose P or dS is in `operand`; leaves that of the next block there.
+  // final: the next block is the last of the tile.
+  __device__ __forceinline__ void step(int m, bool final, const Steps& full) {
     if (kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     query.next();
     gradient.next();
-    if (m == last) {
-      ptx::fence_products();
-      accumulate_before();
-      ptx::wait_products<0>();
-      if (heads == 1) store();
-      release_before();
-    } else {
-      ptx::wait(barriers.query_full(query.stage), query.parity);
-      if (!kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
-      ptx::fence_products();
-      multiply_first();
-      accumulate_before();
-      advance<false>(m + 1, m + 1 == last && heads == 1, full);
-    }
+    ptx::wait(barriers.query_full(query.stage), query.parity);
+    if (!kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    ptx::fence_products();
+    multiply_first();
+    accumulate_before();
+    advance<false>(m + 1, final, full);
+  }
+
+  // The same of the last block of a query head. In a loop with the others it would cost them their uniform registers.
+  // heads: of the group that are left, this one included.
+  __device__ __forceinline__ void finish(int heads) {
+    if (kValues) ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
+    query.next();
+    gradient.next();
+    ptx::fence_products();
+    accumulate_before();
+    ptx::wait_products<0>();
+    if (heads == 1) store();
+    release_before();
   }
 
   // The sum of this warp's keys, through the buffer of dO (or Q) of the last block, which is this warpgroup's alone by now: the other
@@ -182,7 +187,8 @@ struct WideGradients : BackwardWorker<C> {
     multiply_first();
     advance<true>(m, m == last && heads == 1, full);
 #pragma unroll 1
-    for (; m <= last; ++m) step(m, last, heads, full);
+    for (; m < last; ++m) step(m, m + 1 == last && heads == 1, full);
+    finish(heads);
   }
 
   __device__ __forceinline__ void run() {
