@@ -11,7 +11,9 @@ namespace flash::sm90 {
 
 template <class C>
 struct BackwardProducer {
-  static constexpr int kAhead = 3;  // steps of a tile before the next one is claimed
+  // Steps of a tile before the next one may be claimed: the next K takes the place of one that is stored through when the second step
+  // of this tile is under way.
+  static constexpr int kAhead = 3;
   const BackwardArguments& p;
   uint32_t base;
   BackwardBarriers<C> barriers;
@@ -90,7 +92,9 @@ struct BackwardProducer {
     bool more = true;
 #pragma unroll 1
     for (int i = 0;; ++i) {
-      if (i == min(steps, kAhead)) {
+      // As late as the latency of the claim and of K allow (the others are up to three steps behind): blocks that are nearly done get
+      // the next tile, and not those that began first.
+      if (i == max(min(steps, kAhead), steps - 1)) {
         more = announce_next();
         const BackwardSlot next = slot_at(slot.stage_before());
         if (C::kKeyStages > 1 && more) load_key(next);
