@@ -1,5 +1,6 @@
 // sm90/backward.cu: a plan becomes arguments and launches: prepare, main, then convert or dQ by itself. The kernels are in instances/.
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/sm90/backward.h"
 #include "cuda/sm90/backward_launch.cuh"
@@ -12,6 +13,10 @@ namespace {
 
 using problem::Gradients;
 using problem::Problem;
+
+// How much larger the main kernel makes a P that it cuts off at 16 bits (backward_worker.cuh): what that takes away on average, where
+// logarithms of mantissas are evenly distributed.
+constexpr double kRaise = 0x1p-9 * problem::Softmax<double>::kLog2e;
 
 constexpr int64_t kSectionBytes = 40 << 20;  // Q, dO and dQ of the heads that are worked on at the same time stay in L2
 
@@ -36,7 +41,7 @@ cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, cons
   encode_map(&a->out, g.dquery, p.head_dim, false, 16);
   set_row_work(a, p, row_gradient_tiles(p), kSectionBytes);
   a->delta = static_cast<const float*>(g.delta);
-  a->scale = main.scale;
+  a->scale = static_cast<float>(p.scale);
   a->scale_log2 = main.scale_log2;
   a->counter = main.counter;
   return encode_map.error;
@@ -51,6 +56,7 @@ struct Launches {
   char* const memory;
   const int64_t planes;  // (sequence, head) pairs, packed heads
   const bool capped, by_rows;
+  const double raise;  // of P
   common::Scratch scratch{};
   BackwardArguments main{};
 
@@ -63,7 +69,8 @@ struct Launches {
         memory(static_cast<char*>(workspace)),
         planes(p.heads * (p.packed() ? 1 : p.batch)),
         capped(p.softcap > 0),
-        by_rows(plan.row_blocks > 0) {
+        by_rows(plan.row_blocks > 0),
+        raise(!capped && p.dtype == problem::DType::kBFloat16 ? kRaise : 0) {
     scratch.head_blocks = places.head_blocks;
     scratch.batch_blocks = p.packed() ? 1 : p.heads * places.head_blocks;
     scratch.columns = p.head_dim / 8;
@@ -93,7 +100,7 @@ struct Launches {
     main.bottom_right = p.bottom_right;
     main.write_dkey = g.dkey.data != nullptr;
     main.write_dvalue = g.dvalue.data != nullptr;
-    main.scale = static_cast<float>(p.scale);
+    main.scale = static_cast<float>(p.scale / (1 + raise));
     main.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
     main.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
     main.planes = static_cast<int>(p.packed() ? p.kv_heads : p.batch * p.kv_heads);
@@ -121,6 +128,7 @@ struct Launches {
     a.statistics = reinterpret_cast<uint4*>(memory + places.statistics_at);
     a.units = static_cast<int>(places.head_units);
     a.lse_scale = capped ? 1.f : static_cast<float>(1 / (p.scale * problem::Softmax<double>::kLog2e));
+    a.lse_raise = static_cast<float>(std::log2(1 + raise)) * a.lse_scale;
     if (main.cleared != nullptr) {
       a.scratch.dquery = nullptr;
       a.cleared = main.cleared;

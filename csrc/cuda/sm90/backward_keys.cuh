@@ -51,9 +51,13 @@ struct KeyGradients : BackwardWorker<C> {
 
   __device__ __forceinline__ int first_key() const { return ptx::load_shared_volatile(tile.place()) + group * 64; }
 
+  // kCut: of P where its rests are kept.
+  template <bool kCut>
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+    for (int i = 0; i < C::kRows / 4; ++i)
+      operand[i / 4][i % 4] =
+          kCut ? upper_halves(score[2 * i], score[2 * i + 1]) : ptx::pack(score[2 * i], score[2 * i + 1], T());
   }
 
   // operand = P of the current block, whose S is in `score` or under way, with dK of the block before behind it.
@@ -71,7 +75,7 @@ struct KeyGradients : BackwardWorker<C> {
       ptx::wait_products<0>();
       release(barriers.query_empty(query.stage_before()));
     }
-    pack();
+    pack<C::kRests>();
   }
 
   // dV and dK of the current block, whose P is in `operand`; leaves P of the next block that this warpgroup sees, if any, there.
@@ -94,7 +98,7 @@ struct KeyGradients : BackwardWorker<C> {
     ptx::wait_products<0>();
     release(barriers.gradient_empty(gradient.stage));
     gradient.next();
-    pack();
+    pack<false>();
     this->store_scores(operand, group * 64);
     if (m++ == own.last) {
       ptx::fence_products();

@@ -60,15 +60,16 @@ struct PrepareArguments {
   uint4* statistics;        // see BackwardArguments
   int units;                // blocks of statistics per plane
   float lse_scale;          // 1 / scale_log2 of the main kernel, or capped 1
+  float lse_raise;          // added to the lse statistic
   unsigned* cleared;        // counters to set to zero, or null
   int counters;
 };
 
 // The lse statistic, see BackwardArguments::scale_log2. A row that saw nothing: P = 0.
-__device__ __forceinline__ float lowering(float lse, float lse_scale) {
+__device__ __forceinline__ float lowering(float lse, float lse_scale, float lse_raise) {
   const float lse2 = problem::Softmax<float>::lse2(lse);
   if (lse2 == INFINITY && lse == -INFINITY) return -1e30f;
-  return -bounded(lse2) * lse_scale;
+  return fmaf(-bounded(lse2), lse_scale, lse_raise);
 }
 
 inline constexpr int kPrepareRows =
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
       if (a.gradients.dlse != nullptr) delta -= static_cast<const float*>(a.gradients.dlse)[place];
       if (lane == 0) {
         static_cast<float*>(a.gradients.delta)[place] = delta;
-        value = lowering(rLse[i], a.lse_scale);
+        value = lowering(rLse[i], a.lse_scale, a.lse_raise);
       } else {
         value = -delta;
       }

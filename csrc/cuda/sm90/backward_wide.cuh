@@ -58,7 +58,9 @@ struct WideGradients : BackwardWorker<C> {
       uint32_t words[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        words[e] = C::kCapped ? slope[4 * i + e] : ptx::pack(score[8 * i + 2 * e], score[8 * i + 2 * e + 1], T());
+        words[e] = C::kCapped  ? slope[4 * i + e]
+                   : C::kRests ? upper_halves(score[8 * i + 2 * e], score[8 * i + 2 * e + 1])
+                               : ptx::pack(score[8 * i + 2 * e], score[8 * i + 2 * e + 1], T());
       ptx::store_shared(weights_at(i), make_uint4(words[0], words[1], words[2], words[3]));
     }
     if constexpr (C::kRests) {
@@ -125,7 +127,9 @@ struct WideGradients : BackwardWorker<C> {
       release_before();
     }
 #pragma unroll
-    for (int i = 0; i < C::kRows / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
+    for (int i = 0; i < C::kRows / 4; ++i)
+      operand[i / 4][i % 4] = kValues && C::kRests ? upper_halves(score[2 * i], score[2 * i + 1])
+                                                   : ptx::pack(score[2 * i], score[2 * i + 1], T());
     if (!kValues) this->store_scores(operand, 0);
   }
   // This warpgroup reads K or V no more.
