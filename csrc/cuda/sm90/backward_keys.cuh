@@ -16,7 +16,7 @@ struct KeyGradients : BackwardWorker<C> {
   using Worker = BackwardWorker<C>;
   using T = typename C::T;
   using Worker::barriers, Worker::base, Worker::gradient, Worker::key, Worker::lane, Worker::p, Worker::query, Worker::release,
-      Worker::score_slot, Worker::warp;
+      Worker::warp;
 
   const int group;
   BackwardSlot tile;
@@ -51,15 +51,6 @@ struct KeyGradients : BackwardWorker<C> {
 
   __device__ __forceinline__ int first_key() const { return ptx::load_shared_volatile(tile.place()) + group * 64; }
 
-  // kCut: of P where its rests are kept.
-  template <bool kCut>
-  __device__ __forceinline__ void pack() {
-#pragma unroll
-    for (int i = 0; i < C::kRows / 4; ++i)
-      operand[i / 4][i % 4] =
-          kCut ? upper_halves(score[2 * i], score[2 * i + 1]) : ptx::pack(score[2 * i], score[2 * i + 1], T());
-  }
-
   // operand = P of the current block, whose S is in `score` or under way, with dK of the block before behind it.
   template <bool kFirst>
   __device__ __forceinline__ void weigh() {
@@ -75,7 +66,7 @@ struct KeyGradients : BackwardWorker<C> {
       ptx::wait_products<0>();
       release(barriers.query_empty(query.stage_before()));
     }
-    pack<C::kRests>();
+    this->template pack<C::kRests>(score, operand);
   }
 
   // dV and dK of the current block, whose P is in `operand`; leaves P of the next block that this warpgroup sees, if any, there.
@@ -93,13 +84,14 @@ struct KeyGradients : BackwardWorker<C> {
 #pragma unroll
       for (int i = 0; i < C::kRows / 4; ++i) multiply_by<T>(score + 2 * i, C::kCapped ? slope[i] : operand[i / 4][i % 4]);
     }
-    ptx::pin(score);
-    ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);  // as in weigh()
+    // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
+    uint32_t packed[C::kRows / 16][4];
+    this->template pack<false>(score, packed);
+    this->store_scores(packed, group * 64, gradient);
     ptx::wait_products<0>();
     release(barriers.gradient_empty(gradient.stage));
     gradient.next();
-    pack<false>();
-    this->store_scores(operand, group * 64);
+    this->copy(packed, operand);
     if (m++ == own.last) {
       ptx::fence_products();
       accumulate(key_sum, this->describe_query_columns(this->place(query.stage)));
@@ -124,10 +116,9 @@ struct KeyGradients : BackwardWorker<C> {
     query.next();
     ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     release(barriers.gradient_empty(gradient.stage));
+    ptx::wait(barriers.score_empty(gradient.stage), gradient.parity ^ 1);
+    release(barriers.score_full(gradient.stage));
     gradient.next();
-    ptx::wait(barriers.score_empty(score_slot.stage), score_slot.parity ^ 1);
-    release(barriers.score_full(score_slot.stage));
-    score_slot.next();
   }
 
   // Starts on the blocks of rows of a query head: those that do not see this warpgroup's keys, then S and P of the first that does.
@@ -223,7 +214,7 @@ struct KeyGradients : BackwardWorker<C> {
       release_value();
       const BackwardSlot finished = tile;
       const int stage = key.stage;
-      const Ring<C::kScores> scores = score_slot;
+      const Ring<C::kScores> scores = gradient;
       key.next();
       more = this->fetch(tile);
       if (more) open();

@@ -114,23 +114,27 @@ struct WideGradients : BackwardWorker<C> {
       release(barriers.gradient_empty(gradient.stage));
       differentiate();
     }
-    if (!kFirst) {
-      ptx::pin(score);
-      // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps what is above before the wait for
-      // the sum.
+    uint32_t packed[C::kRows / 16][4];
+    if constexpr (!kValues) {
+      this->template pack<false>(score, packed);
+      this->store_scores(packed, 0, this->score_slot);
+      this->score_slot.next();
+    }
+    if constexpr (!kFirst) {
       if constexpr (kValues) {
+        ptx::pin(score);
+        // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps what is above before the wait
+        // for the sum.
         ptx::wait(barriers.gradient_full(gradient.stage_before()), gradient.parity_before());
-      } else {
-        ptx::wait(barriers.query_full(query.stage_before()), query.parity_before());
       }
       ptx::wait_products<0>();
       release_before();
     }
-#pragma unroll
-    for (int i = 0; i < C::kRows / 4; ++i)
-      operand[i / 4][i % 4] = kValues && C::kRests ? upper_halves(score[2 * i], score[2 * i + 1])
-                                                   : ptx::pack(score[2 * i], score[2 * i + 1], T());
-    if (!kValues) this->store_scores(operand, 0);
+    if constexpr (kValues) {
+      this->template pack<C::kRests>(score, operand);
+    } else {
+      this->copy(packed, operand);
+    }
   }
   // This warpgroup reads K or V no more.
   __device__ __forceinline__ void release_tile() { release(kValues ? barriers.key_empty(0) : barriers.value_empty(0)); }

@@ -67,7 +67,7 @@ struct BackwardWorker {
   static __device__ __forceinline__ int bound(int x) { return C::kUniform ? ptx::uniform(x) : x; }
   static __device__ __forceinline__ Steps bound(const Steps& x) { return {bound(x.first), bound(x.last)}; }
 
-  __device__ __forceinline__ void release(uint32_t barrier) {
+  __device__ __forceinline__ void release(uint32_t barrier) const {
     if (lane == 0) ptx::arrive(barrier);
   }
 
@@ -180,17 +180,34 @@ struct BackwardWorker {
     }
   }
 
-  // dS of this warp's 16 keys, as the warpgroup of dQ reads it.
-  __device__ __forceinline__ void store_scores(const uint32_t (&operand)[C::kRows / 16][4], int first_key) {
-    ptx::wait(barriers.score_empty(score_slot.stage), score_slot.parity ^ 1);
-    const uint32_t to = base + C::kScoreAt + score_slot.stage * C::kScoreBytes + (first_key + warp * 16 + (lane & 15)) * 128;
+  // kCut: of P where its rests are kept.
+  template <bool kCut>
+  __device__ __forceinline__ void pack(const float (&score)[C::kRows / 2], uint32_t (&to)[C::kRows / 16][4]) const {
+#pragma unroll
+    for (int i = 0; i < C::kRows / 4; ++i)
+      to[i / 4][i % 4] =
+          kCut ? upper_halves(score[2 * i], score[2 * i + 1]) : ptx::pack(score[2 * i], score[2 * i + 1], typename C::T());
+  }
+
+  // An A operand that products read no more takes the next. ptxas must not see a copy: it would give both the same registers, and end
+  // the products that read them before.
+  __device__ __forceinline__ void copy(const uint32_t (&from)[C::kRows / 16][4], uint32_t (&to)[C::kRows / 16][4]) const {
+    const uint32_t zero = static_cast<uint32_t>(p.tiles) >> 31;
+#pragma unroll
+    for (int i = 0; i < C::kRows / 4; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] ^ zero;
+  }
+
+  // dS of this warp's 16 keys to a buffer, as the warpgroup of dQ reads it.
+  __device__ __forceinline__ void store_scores(const uint32_t (&operand)[C::kRows / 16][4], int first_key,
+                                               const Ring<C::kScores>& slot) const {
+    ptx::wait(barriers.score_empty(slot.stage), slot.parity ^ 1);
+    const uint32_t to = base + C::kScoreAt + slot.stage * C::kScoreBytes + (first_key + warp * 16 + (lane & 15)) * 128;
 #pragma unroll
     for (int i = 0; i < C::kRows / 16; ++i)
       ptx::store_matrices(to + (i / 4) * C::kKeyPanel + (((2 * i & 7) + lane / 16) ^ (lane & 7)) * 16, operand[i]);
     ptx::fence_async_proxy();
     __syncwarp();
-    release(barriers.score_full(score_slot.stage));
-    score_slot.next();
+    release(barriers.score_full(slot.stage));
   }
 
   // 16 keys x kDim of a gradient into shared memory at `to` ([panel][key][128 bytes]), ready for store_boxes().
