@@ -56,6 +56,20 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high) {
   return r;
 }
 
+// mul.ftz.f32: numbers below 2^-126 count as 0.
+__device__ __forceinline__ float multiply_flushed(float a, float b) {
+  float r;
+  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// mad.lo.u32
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
 // cvt.rna.tf32.f32: nearest TF32 (10 bits of mantissa), as the bits of a float.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   uint32_t r;

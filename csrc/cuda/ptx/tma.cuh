@@ -25,6 +25,13 @@ __device__ __forceinline__ void load_box(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor: a box to L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, Box box) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1,%2,%3,%4,%5}];" ::"l"(map), "r"(box.c0), "r"(box.c1),
+               "r"(box.c2), "r"(box.c3), "r"(box.c4)
+               : "memory");
+}
+
 // cp.async.bulk global -> shared: contiguous bytes, a multiple of 16, both ends 16-byte aligned; they count towards `barrier`.
 __device__ __forceinline__ void load_bytes(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),

@@ -1,7 +1,7 @@
 // sm90/backward_cleaner.cuh: the thread that sets the sums of dQ to zero, shortly before they are added to: in L2 they then stay, where
 // a kernel before would write them to memory and the first addition would read them back.
-// The sums of a plane are cut into as many slices as it has tiles. Who takes tile i clears the slice of tile i + ahead; the first
-// `ahead` slices are shared out at the start. A tile is added to when all slices of its plane are cleared.
+// The sums of a plane are cut into as many slices as it has tiles. Who takes tile i clears the slice of tile i + ahead; the planes before
+// those are cleared by the kernel before. A tile is added to when all slices of its plane are cleared.
 #pragma once
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/memory.cuh"
@@ -45,28 +45,20 @@ struct BackwardCleaner {
   __device__ __forceinline__ void run() {
     const int ahead = p.ahead;
     ptx::wait_kernel_before();
-    for (int i = blockIdx.x; i < ahead; i += gridDim.x) begin(i);
-    begin(ahead + blockIdx.x);
-    wait();
-    for (int i = blockIdx.x; i < ahead; i += gridDim.x) count(i);
-    count(ahead + blockIdx.x);
-    bool first = true;
     while (true) {
       ptx::wait(barriers.work_full(slot.stage), slot.parity);
       const BackwardSlot tile{base + C::kWorkAt + C::kWorkBytes * slot.stage};
       const int index = ptx::load_shared_volatile(tile.index());
       ptx::arrive(barriers.work_empty(slot.stage));
       if (index >= p.tiles) break;
-      if (!first) {
-        begin(ahead + index);
-        wait();
-        count(ahead + index);
-      }
-      first = false;
+      // Slices that this waits for are of tiles before: those wait for none of this one.
       const unsigned* cleared = p.cleared + place_of(p, index).plane;
       while (ptx::load_acquire(cleared) < static_cast<unsigned>(p.key_tiles)) __nanosleep(100);
       ptx::arrive(barriers.cleared(slot.stage));
       slot.next();
+      begin(ahead + index);
+      wait();
+      count(ahead + index);
     }
   }
 };

@@ -27,6 +27,7 @@ struct BackwardConfig {
   // Loops with bounds in uniform registers keep the stages of the rings there too, and with them the descriptors. At dim 128 there are
   // not enough of those registers: vector registers and one REDUX per use are faster.
   static constexpr bool kUniform = kDim != 128;
+  static constexpr bool kEarly = kDim != 128;  // dS is stored beside dV; at dim 128 there are no registers for it
   static constexpr int kThreads = 512;
   static constexpr int kProducerRegisters = 32, kMainRegisters = 208, kQueryRegisters = 64;
 

@@ -29,7 +29,7 @@ template <class T, int kVariant>
 cudaError_t launch_backward_prepare(const PrepareArguments& arguments, unsigned blocks, cudaStream_t stream) {
   constexpr BackwardTile kTile = kBackwardTiles[kVariant];
   backward_prepare_kernel<T, kTile.bucket, kTile.rows>
-      <<<blocks*(kTile.rows / kPrepareRows), kRowKernelThreads, 0, stream>>>(arguments);
+      <<<blocks*(kTile.rows / prepare_rows(kTile.bucket)), kRowKernelThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 
@@ -42,12 +42,19 @@ cudaError_t launch_backward_prepare(int variant, const PrepareArguments& argumen
                         : launch_backward_prepare<T, 3>(arguments, blocks, stream);
 }
 
+template <class T, int kDim>
+cudaError_t launch_backward_convert(const ConvertArguments& arguments, unsigned blocks, cudaStream_t stream) {
+  return arguments.scratch.columns == kDim / 8
+             ? launch_behind<backward_convert_kernel<T, kDim, true>>(arguments, blocks, kRowKernelThreads, 0, stream)
+             : launch_behind<backward_convert_kernel<T, kDim, false>>(arguments, blocks, kRowKernelThreads, 0, stream);
+}
+
 template <class T>
 cudaError_t launch_backward_convert(int variant, const ConvertArguments& arguments, unsigned blocks, cudaStream_t stream) {
   const int dim = kBackwardTiles[variant].bucket;
-  return dim <= 64    ? launch_behind<backward_convert_kernel<T, 64>>(arguments, blocks, kRowKernelThreads, 0, stream)
-         : dim <= 128 ? launch_behind<backward_convert_kernel<T, 128>>(arguments, blocks, kRowKernelThreads, 0, stream)
-                      : launch_behind<backward_convert_kernel<T, 256>>(arguments, blocks, kRowKernelThreads, 0, stream);
+  return dim <= 64    ? launch_backward_convert<T, 64>(arguments, blocks, stream)
+         : dim <= 128 ? launch_backward_convert<T, 128>(arguments, blocks, stream)
+                      : launch_backward_convert<T, 256>(arguments, blocks, stream);
 }
 
 template <class T, int kVariant, bool kCapped>

@@ -3,7 +3,7 @@
 // block never wait for each other.
 //
 // One block of rows m, and what the tensor cores have to do meanwhile:
-//   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta) under dV;    wait dV, pack and store dS
+//   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta) under dV;    wait dV, pack and store dS (kEarly: before)
 //   issue  S(m+1) | dK += dS(m) Q    wait S,  P = 2^S             under dK;    wait dK, pack P
 // After the last block dV is stored beside the last product, and P of the next tile is made before dK is stored.
 #pragma once
@@ -25,8 +25,9 @@ struct KeyGradients : BackwardWorker<C> {
   float key_sum[C::kDim / 2], value_sum[C::kDim / 2];  // [64 keys, dim]: dK, dV
   float score[C::kRows / 2];                           // [64 keys, rows]: S, P, dP, dS in turn
   uint32_t operand[C::kRows / 16][4];                  // P, then dS, as A operands
-  uint32_t rest[C::kRows / 8];                         // of P, see rests()
-  uint32_t slope[Worker::kSlopes];                     // of the cap, times P
+  // Of P, see lower_halves(), for three of four pairs: there are no registers for the fourth, without which dQ and dK are 6 % less exact.
+  uint32_t lower[C::kRows / 16][3];
+  uint32_t slope[Worker::kSlopes];  // of the cap, times P
   Ring<C::kValueStages> value;
 
   __device__ __forceinline__ KeyGradients(const BackwardArguments& p, uint32_t base, int group)
@@ -40,8 +41,7 @@ struct KeyGradients : BackwardWorker<C> {
   }
 
   __device__ __forceinline__ void multiply_key_query() {
-    const uint64_t a =
-        ptx::describe_matrix(base + C::kKeyAt + this->place(key.stage) * C::kKeyBytes + group * 64 * 128, 16, 1024);
+    const uint64_t a = ptx::describe_matrix(base + C::kKeyAt + key.place() * C::kKeyBytes + group * 64 * 128, 16, 1024);
     this->template multiply<Worker::kLse>(score, a, this->describe_query());
   }
   __device__ __forceinline__ void multiply_value_gradient() {
@@ -58,7 +58,9 @@ struct KeyGradients : BackwardWorker<C> {
     this->exponentiate(score, slope, tile, first_key(), m, full);
     if constexpr (C::kRests) {
 #pragma unroll
-      for (int i = 0; i < C::kRows / 8; ++i) rest[i] = rests(score + 4 * i);
+      for (int i = 0; i < C::kRows / 16; ++i)
+#pragma unroll
+        for (int e = 0; e < 3; ++e) lower[i][e] = lower_halves(score + 8 * i + 2 * e, p.unit);
     }
     if (!kFirst) {
       // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps the exponentials before the wait for dK.
@@ -75,36 +77,50 @@ struct KeyGradients : BackwardWorker<C> {
     ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     ptx::fence_products();
     multiply_value_gradient();
-    accumulate(value_sum, this->describe_gradient_columns(this->place(gradient.stage)));
+    accumulate(value_sum, this->describe_gradient_columns(gradient.place()));
     ptx::wait_products<1>();
     if constexpr (C::kRests) {
 #pragma unroll
-      for (int i = 0; i < C::kRows / 8; ++i) multiply_by(score + 4 * i, operand[i / 2] + i % 2 * 2, rest[i]);
+      for (int i = 0; i < C::kRows / 16; ++i) {
+#pragma unroll
+        for (int e = 0; e < 3; ++e) multiply_by_halves(score + 8 * i + 2 * e, operand[i][e], lower[i][e], p.minus_unit);
+        multiply_by_middle(score + 8 * i + 6, operand[i][3]);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < C::kRows / 4; ++i) multiply_by<T>(score + 2 * i, C::kCapped ? slope[i] : operand[i / 4][i % 4]);
     }
-    // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
-    uint32_t packed[C::kRows / 16][4];
-    this->template pack<false>(score, packed);
-    this->store_scores(packed, group * 64, gradient);
-    ptx::wait_products<0>();
-    release(barriers.gradient_empty(gradient.stage));
+    if constexpr (C::kEarly) {
+      // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
+      uint32_t packed[C::kRows / 16][4];
+      this->template pack<false>(score, packed);
+      this->store_scores(packed, group * 64, gradient);
+      ptx::wait_products<0>();
+      release(barriers.gradient_empty(gradient.stage));
+      this->copy(packed, operand);
+    } else {
+      ptx::pin(score);
+      ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);  // as in weigh()
+      ptx::wait_products<0>();
+      release(barriers.gradient_empty(gradient.stage));
+      this->template pack<false>(score, operand);
+      this->store_scores(operand, group * 64, gradient);
+    }
     gradient.next();
-    this->copy(packed, operand);
     if (m++ == own.last) {
       ptx::fence_products();
-      accumulate(key_sum, this->describe_query_columns(this->place(query.stage)));
+      accumulate(key_sum, this->describe_query_columns(query.place()));
       if (heads == 1) store_value();
       ptx::wait_products<0>();
       release(barriers.query_empty(query.stage));
       query.next();
     } else {
+      const uint32_t before = query.place();
       query.next();
       ptx::wait(barriers.query_full(query.stage), query.parity);
       ptx::fence_products();
       multiply_key_query();
-      accumulate(key_sum, this->describe_query_columns(this->place(query.stage_before())));
+      accumulate(key_sum, this->describe_query_columns(before));
       weigh<false>();
     }
   }

@@ -61,8 +61,9 @@ struct PrepareArguments {
   int units;                // blocks of statistics per plane
   float lse_scale;          // 1 / scale_log2 of the main kernel, or capped 1
   float lse_raise;          // added to the lse statistic
-  unsigned* cleared;        // counters to set to zero, or null
-  int counters;
+  int cleared_planes;       // of kv heads, whose sums of dQ are cleared here; the main kernel clears the others
+  unsigned* cleared;        // slices that are cleared, per plane, of `slices`; null where all are cleared here
+  int planes, slices;
 };
 
 // The lse statistic, see BackwardArguments::scale_log2. A row that saw nothing: P = 0.
@@ -72,17 +73,19 @@ __device__ __forceinline__ float lowering(float lse, float lse_scale, float lse_
   return fmaf(-bounded(lse2), lse_scale, lse_raise);
 }
 
-inline constexpr int kPrepareRows =
-    32;  // of a block; few, so that many blocks share a multiprocessor and hide each other's waits
+// Rows of a block: few, so that many blocks share a multiprocessor and hide each other's waits.
+constexpr int prepare_rows(int dim) { return dim <= 64 ? 64 : 32; }
 
 // kRows: of a block of statistics.
 template <class T, int kDim, int kRows>
 __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
+  constexpr int kPrepareRows = prepare_rows(kDim);
   constexpr int kLanes = kDim / 8, kPass = kRowKernelThreads / kLanes, kPasses = kPrepareRows / kPass;  // 16 bytes a lane
   constexpr unsigned kParts = kRows / kPrepareRows;
   const problem::Problem& p = a.problem;
   ptx::launch_kernel_behind();
-  if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.counters) a.cleared[i] = 0;
+  if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.planes && a.cleared != nullptr)
+    a.cleared[i] = i < a.cleared_planes ? a.slices : 0;
   const unsigned index = from_the_end(), unit = index / kParts, part = index - unit * kParts;
   const int plane = unit / a.units, slot = unit - plane * a.units;
   int64_t batch = plane / p.heads;
@@ -93,7 +96,8 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
   const int64_t first = piece * kRows + part * kPrepareRows;
   const int count = static_cast<int>(max(int64_t{0}, min(static_cast<int64_t>(kPrepareRows), s.rows - first)));
 
-  if (a.scratch.dquery != nullptr && count > 0) {
+  const int kv_plane = static_cast<int>(batch * p.kv_heads + head / (p.heads / p.kv_heads));
+  if (a.scratch.dquery != nullptr && kv_plane < a.cleared_planes && count > 0) {
     float4* gSum =
         reinterpret_cast<float4*>(a.scratch.dquery_block(a.scratch.first_block(s, head) + first / common::kBlockRows));
     const int vectors = (count + common::kBlockRows - 1) / common::kBlockRows * static_cast<int>(a.scratch.columns) *
@@ -152,7 +156,8 @@ struct ConvertArguments {
 
 inline constexpr int kConvertRows = 64;  // of a block
 
-template <class T, int kDim>
+// kFull: dq has all kDim columns, which spares divisions.
+template <class T, int kDim, bool kFull>
 __global__ void __launch_bounds__(kRowKernelThreads) backward_convert_kernel(const __grid_constant__ ConvertArguments a) {
   __shared__ __align__(16) uint32_t sRows[kConvertRows][kDim / 2 + 4];  // 4: rows 16 bytes apart in the banks
   ptx::wait_kernel_before();
@@ -168,9 +173,9 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_convert_kernel(con
 
   const float* gSum = a.scratch.dquery_block(a.scratch.first_block(s, head) + first / common::kBlockRows);
   const int rows = static_cast<int>(min(static_cast<int64_t>(kConvertRows), s.rows - first));
-  const int columns = static_cast<int>(a.scratch.columns), lane = threadIdx.x & 31;
+  const int columns = kFull ? kDim / 8 : static_cast<int>(a.scratch.columns), lane = threadIdx.x & 31;
   const int groups = (rows + common::kBlockRows - 1) / common::kBlockRows * columns;
-#pragma unroll 4
+#pragma unroll 8
   for (int group = threadIdx.x / 32; group < groups; group += kRowKernelThreads / 32) {
     const float4 v = __ldcs(reinterpret_cast<const float4*>(gSum + group * common::kBlockElements + lane * 4));
     const int block = group / columns, row = block * common::kBlockRows + tile::lane_line(lane);

@@ -11,9 +11,6 @@ namespace flash::sm90 {
 
 template <class C>
 struct BackwardProducer {
-  // Steps of a tile before the next one may be claimed: the next K takes the place of one that is stored through when the second step
-  // of this tile is under way.
-  static constexpr int kAhead = 3;
   const BackwardArguments& p;
   uint32_t base;
   BackwardBarriers<C> barriers;
@@ -22,21 +19,21 @@ struct BackwardProducer {
   Ring<C::kKeyStages> key;
   Ring<C::kValueStages> value;
   Ring<C::kSlots> slot;
-  int claimed = -1;  // last tile taken from the grid
 
   __device__ __forceinline__ BackwardSlot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
 
-  // Tells the others about the next tile; false: that there is none.
-  __device__ __forceinline__ bool announce_next() {
+  // Takes a tile from the grid.
+  __device__ __forceinline__ int claim() const { return static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x; }
+
+  // Tells the others about tile `next`, or the first after it that is not idle; false: that there is none.
+  __device__ __forceinline__ bool announce(int next) {
     ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
     const BackwardSlot to = slot_at(slot.stage);
-    do {
-      claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
-    } while (claimed < p.tiles && !decode<C::kRows, C::kKeys>(p, claimed, to));
-    ptx::store_shared(to.index(), claimed);
+    while (next < p.tiles && !decode<C::kRows, C::kKeys>(p, next, to)) next = claim();
+    ptx::store_shared(to.index(), next);
     ptx::arrive(barriers.work_full(slot.stage));
     slot.next();
-    return claimed < p.tiles;
+    return next < p.tiles;
   }
 
   template <uint32_t kPanelBytes>
@@ -52,6 +49,14 @@ struct BackwardProducer {
     ptx::arrive_expecting(full, C::kKeyBytes);
     load<C::kKeyPanel>(to, map, full, static_cast<int>(sequence.z + place.x), static_cast<int>(place.y),
                        static_cast<int>(sequence.w));
+  }
+  // To L2, where there is no buffer yet.
+  __device__ __forceinline__ void prefetch_keys(const CUtensorMap* map, BackwardSlot tile) const {
+    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+    const int row = static_cast<int>(sequence.z + place.x), wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel)
+      ptx::prefetch_box(map, {64 * panel, row, static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
   }
   __device__ __forceinline__ void load_key(BackwardSlot tile) {
     ptx::wait(barriers.key_empty(key.stage), key.parity ^ 1);
@@ -79,7 +84,9 @@ struct BackwardProducer {
     gradient.next();
   }
 
-  // Loads what a tile needs and, early enough, announces the next; returns whether there is one.
+  // Loads what a tile needs, then announces the next; returns whether there is one. The others are two or three steps behind: time for
+  // the claim, which is made a step before it is needed, and for K. Earlier would be worse: blocks that are nearly done get the next
+  // tile, not those that began first.
   __device__ __forceinline__ bool feed(BackwardSlot tile) {
     const uint4 place = ptx::load_shared_16(tile.place()), source = ptx::load_shared_16(tile.source());
     const int first = static_cast<int>(place.z), count = static_cast<int>(place.w) - first + 1;
@@ -89,20 +96,13 @@ struct BackwardProducer {
     constexpr int kUnit = C::kStatisticsBytes / 16;
     const uint4* statistics =
         p.statistics + (static_cast<int64_t>(head) * p.head_units + static_cast<int>(source.z) + first) * kUnit;
-    bool more = true;
+    int next = steps == 0 ? claim() : 0;
 #pragma unroll 1
-    for (int i = 0;; ++i) {
-      // As late as the latency of the claim and of K allow (the others are up to three steps behind): blocks that are nearly done get
-      // the next tile, and not those that began first.
-      if (i == max(min(steps, kAhead), steps - 1)) {
-        more = announce_next();
-        const BackwardSlot next = slot_at(slot.stage_before());
-        if (C::kKeyStages > 1 && more) load_key(next);
-        if (C::kValueStages > 1 && more) load_value(next);
-      }
-      if (i >= steps) break;
+    for (int i = 0; i < steps; ++i) {
+      if (i == max(steps - 2, 0)) next = claim();
       load_query(row, head, sequence, statistics);
-      if (C::kValueStages == 1 && i == 0) load_value(tile);
+      // V may have to wait for the end of the tile before, and what comes behind it with it.
+      if (C::kValueStages == 1 && i == (C::kWide ? 0 : min(steps - 1, 1))) load_value(tile);
       load_gradient(row, head, sequence);
       row += C::kRows;
       statistics += kUnit;
@@ -114,12 +114,25 @@ struct BackwardProducer {
       }
     }
     if (C::kValueStages == 1 && steps == 0) load_value(tile);
-    return more;
+    const bool more = announce(next);
+    const BackwardSlot announced = slot_at(slot.stage_before());
+    if (!more) return false;
+    if constexpr (C::kKeyStages > 1) {
+      load_key(announced);
+    } else {
+      prefetch_keys(&p.key, announced);
+    }
+    if constexpr (C::kValueStages > 1) {
+      load_value(announced);
+    } else {
+      prefetch_keys(&p.value, announced);
+    }
+    return true;
   }
 
   __device__ __forceinline__ void run() {
     int current = 0;
-    bool more = announce_next();
+    bool more = announce(blockIdx.x);
     if (more) load_key(slot_at(current));
     if (C::kValueStages > 1 && more) load_value(slot_at(current));
     ptx::wait_kernel_before();  // the statistics, and through them the sums

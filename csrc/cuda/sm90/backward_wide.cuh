@@ -48,7 +48,8 @@ struct WideGradients : BackwardWorker<C> {
     ptx::commit_products();
   }
 
-  // score = P, and what dS needs of it to the other warpgroup.
+  // score = P, and what dS needs of it to the other warpgroup. racecheck calls this a race, as it does not follow a lane that arrives for
+  // its warp: where every lane arrives it is silent.
   __device__ __forceinline__ void weigh(int m, const Steps& full) {
     uint32_t slope[Worker::kSlopes];
     this->exponentiate(score, slope, tile, ptx::load_shared_volatile(tile.place()), m, full);

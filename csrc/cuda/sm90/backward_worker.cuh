@@ -19,12 +19,15 @@ __device__ __forceinline__ float2 unpack(uint32_t x, __nv_bfloat16) {
 }
 __device__ __forceinline__ float2 unpack(uint32_t x, __half) { return __half22float2(reinterpret_cast<const __half2&>(x)); }
 
-// bfloat16 is the upper half of a float. What cutting P off takes away is kept, a byte for each of four: dS comes from P as good as in
-// fp32, for a quarter of the registers and one instruction an element. P is raised by kRaise before, so that cutting it off is as good
-// as rounding: on average, and exact where P is a bfloat16 number (the raise is less than a unit in the last place).
+// bfloat16 is the upper half of a float, so P is cut off for the products and what that takes away is kept: dS comes from P as good as
+// in fp32, in fewer registers and with few instructions of the pipe that packs. P is raised before by what cutting off takes away on
+// average (kRaise in backward.cu): less than a unit in the last place, so a P that is a bfloat16 number stays exact in dV. dS keeps the
+// raise, and the factor of dQ and dK takes it back.
 __device__ __forceinline__ uint32_t upper_halves(float low, float high) {
   return ptx::permute_bytes<0x7632>(__float_as_uint(low), __float_as_uint(high));
 }
+
+// A byte for each of four.
 __device__ __forceinline__ uint32_t rests(const float* x) {
   const uint32_t low = ptx::permute_bytes<0x51>(__float_as_uint(x[0]), __float_as_uint(x[1]));
   const uint32_t high = ptx::permute_bytes<0x51>(__float_as_uint(x[2]), __float_as_uint(x[3]));
@@ -38,6 +41,22 @@ __device__ __forceinline__ void multiply_by(float* x, const uint32_t* operand, u
   x[3] *= __uint_as_float(ptx::permute_bytes<0x3277>(operand[1], rest));
 }
 
+// The lower halves of two: that of x[0]; that of x[1] + the upper half of x[0]. A product, as the pipe of those is idle.
+__device__ __forceinline__ uint32_t lower_halves(const float* x, uint32_t unit) {
+  return ptx::multiply_add(__float_as_uint(x[1]), unit, __float_as_uint(x[0]));
+}
+// x[0..1] *= the P that `operand` and `lower` hold.
+__device__ __forceinline__ void multiply_by_halves(float* x, uint32_t operand, uint32_t lower, uint32_t minus_unit) {
+  x[0] *= __uint_as_float(ptx::permute_bytes<0x1054>(operand, lower));
+  x[1] *= __uint_as_float(ptx::permute_bytes<0x3276>(operand, ptx::multiply_add(operand, minus_unit, lower)));
+}
+
+// x[0..1] *= the P that `operand` holds, in the middle of the numbers that are cut off to it; 0 stays 0.
+__device__ __forceinline__ void multiply_by_middle(float* x, uint32_t operand) {
+  x[0] = ptx::multiply_flushed(x[0], __uint_as_float(ptx::permute_bytes<0x1054>(operand, 0x8000u)));
+  x[1] = ptx::multiply_flushed(x[1], __uint_as_float((operand & 0xFFFF0000u) | 0x8000u));
+}
+
 // x[0..1] *= the two elements of `weights`.
 template <class T>
 __device__ __forceinline__ void multiply_by(float* x, uint32_t weights) {
@@ -46,6 +65,17 @@ __device__ __forceinline__ void multiply_by(float* x, uint32_t weights) {
   x[1] *= two.y;
 }
 
+// A ring that also knows its stage in a uniform register, for descriptors. See BackwardConfig::kUniform.
+template <int kStages, bool kUniform>
+struct PlacedRing : Ring<kStages> {
+  uint32_t held = 0;
+  __device__ __forceinline__ uint32_t place() const { return kUniform ? this->stage : held; }
+  __device__ __forceinline__ void next() {
+    Ring<kStages>::next();
+    if constexpr (!kUniform) held = ptx::uniform(this->stage);
+  }
+};
+
 template <class C>
 struct BackwardWorker {
   const BackwardArguments& p;
@@ -53,9 +83,9 @@ struct BackwardWorker {
   const BackwardBarriers<C> barriers;
   const int warp = (threadIdx.x >> 5) & 3;  // in the warpgroup
   const int lane = threadIdx.x & 31;
-  Ring<C::kQueries> query;
-  Ring<C::kGradients> gradient;
-  Ring<C::kKeyStages> key;
+  PlacedRing<C::kQueries, C::kUniform> query;
+  PlacedRing<C::kGradients, C::kUniform> gradient;
+  PlacedRing<C::kKeyStages, C::kUniform> key;
   Ring<C::kScores> score_slot;
   Ring<C::kSlots> slot;
 
@@ -85,10 +115,10 @@ struct BackwardWorker {
 
   // K-major descriptors of a stage's rows.
   __device__ __forceinline__ uint64_t describe_query() const {
-    return ptx::describe_matrix(base + C::kQueryAt + place(query.stage) * C::kRowBytes, 16, 1024);
+    return ptx::describe_matrix(base + C::kQueryAt + query.place() * C::kRowBytes, 16, 1024);
   }
   __device__ __forceinline__ uint64_t describe_gradient() const {
-    return ptx::describe_matrix(base + C::kGradientAt + place(gradient.stage) * C::kRowBytes, 16, 1024);
+    return ptx::describe_matrix(base + C::kGradientAt + gradient.place() * C::kRowBytes, 16, 1024);
   }
   // The same as B operands with rows along K.
   __device__ __forceinline__ uint64_t describe_query_columns(uint32_t stage) const {
@@ -100,7 +130,7 @@ struct BackwardWorker {
   static constexpr int kLse = 0, kDelta = 1, kSlopes = C::kCapped ? C::kRows / 4 : 1;
   // lse or delta of the rows of a stage of Q.
   __device__ __forceinline__ uint64_t describe_statistics(int which) const {
-    return ptx::describe_groups(base + C::kStatisticsAt + place(query.stage) * C::kStatisticsBytes + which * 128, 0, 256);
+    return ptx::describe_groups(base + C::kStatisticsAt + query.place() * C::kStatisticsBytes + which * 128, 0, 256);
   }
 
   // score [64 keys, rows] (+)= statistics of the current stage of Q: one step of a product, against rows of factors.
