@@ -55,24 +55,49 @@ FLASH_STAGE void pair_rows(const BFloat16* const* rows, int64_t count, int64_t p
     }
 }
 
-// The transpose in panels: to[k / 32][d][k % 32] = from[k][d] for k in [0, count), zero up to the next multiple of 32.
-FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to) {
-  constexpr int W = kWidth<float>;
-  for (int64_t k = 0; k < count; k += kPanel, to += kPanel * dim)
-    for (int64_t d = 0; d < dim; d += W) {
-      Vector<float> r[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        const int64_t row = k + 2 * i;
-        Word x{};
-        if (row < count) x = load_bits(from + row * stride + d);
-        if (row + 1 < count) x |= load_bits(from + (row + 1) * stride + d) << 16;
-        r[i] = (Vector<float>)x;
-      }
-      transpose<float>(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) std::memcpy(to + (d + i) * kPanel, &r[i], sizeof(r[i]));
+// to[d][k] = from[k][d] for 32 k and 8 d. Quarters of vectors are loaded where a transpose of 16-byte blocks would put them.
+FLASH_INLINE void transpose_block(const BFloat16* from, int64_t stride, BFloat16* to) {
+  const auto block = [](const BFloat16* p) FLASH_LAMBDA { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+  const int64_t quarter = 8 * stride;
+  __m512i r[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i, from += stride) {
+    __m512i x = _mm512_castsi128_si512(block(from));
+    x = _mm512_inserti32x4(x, block(from + quarter), 1);
+    x = _mm512_inserti32x4(x, block(from + 2 * quarter), 2);
+    r[i] = _mm512_inserti32x4(x, block(from + 3 * quarter), 3);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_unpacklo_epi16(r[2 * i], r[2 * i + 1]);  // columns 0 to 3 of rows 2i and 2i + 1
+    t[i + 4] = _mm512_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 8; half += 4)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      r[half + i] = _mm512_unpacklo_epi32(t[half + 2 * i], t[half + 2 * i + 1]);  // columns 0 and 1 of four rows
+      r[half + i + 2] = _mm512_unpackhi_epi32(t[half + 2 * i], t[half + 2 * i + 1]);
     }
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      _mm512_storeu_si512(to + (i + 2 * j) * kPanel, _mm512_unpacklo_epi64(r[i + 2 * j], r[i + 2 * j + 1]));
+      _mm512_storeu_si512(to + (i + 2 * j + 1) * kPanel, _mm512_unpackhi_epi64(r[i + 2 * j], r[i + 2 * j + 1]));
+    }
+}
+
+// The transpose in panels: to[k / 32][d][k % 32] = from[k][d] for k in [0, count), zero up to the next multiple of 32. dim is a
+// multiple of 8.
+FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to) {
+  for (; count >= kPanel; count -= kPanel, from += kPanel * stride, to += kPanel * dim)
+    for (int64_t d = 0; d < dim; d += 8) transpose_block(from + d, stride, to + d * kPanel);
+  for (int64_t d = 0; count > 0 && d < dim; d += 8) {
+    BFloat16 rest[kPanel][8] = {};
+    for (int64_t k = 0; k < count; ++k) std::memcpy(rest[k], from + k * stride + d, sizeof(rest[k]));
+    transpose_block(rest[0], 8, to + d * kPanel);
+  }
 }
 
 // A tile of fp32 rows becomes rows of pairs in its own memory, zero up to the next multiple of 32 rows.
@@ -166,14 +191,18 @@ FLASH_INLINE void multiply_strips(Left a, const BFloat16* b, int64_t pair_stride
   if constexpr (S > 1 && V > 2) _tile_stored(5, next + 2 * W, c_bytes);
 }
 
+// Registers of 16 rows, which every product finds and leaves.
+FLASH_INLINE void set_whole_registers() {
+  static constexpr TileConfig kWhole(16);
+  set_registers(kWhole);
+}
+
 // c[row][column] = (kAdd: what is there +) sum over k of a[row][k] * b[k / 2][column][k % 2], for V vectors of columns.
 template <int V, bool kAdd>
 FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, float* c, int64_t c_stride,
                           int64_t rows) {
-  static constexpr TileConfig kWhole(16);
   int64_t row = 0;
   const auto left = [&] { return Left{a.data + row * a.row, a.row, a.panel}; };
-  if (rows >= 16) set_registers(kWhole);
   for (; row + 32 <= rows; row += 32) multiply_strips<2, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
   if (row + 16 <= rows) {
     multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
@@ -183,6 +212,7 @@ FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_
     const TileConfig rest(static_cast<int>(rows - row));
     set_registers(rest);
     multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+    set_whole_registers();
   }
 }
 

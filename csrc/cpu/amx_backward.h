@@ -25,6 +25,7 @@ class AmxBackward : Backward<float> {
         gradients_(arena_.take<BFloat16>(tiling.keys * row_)) {}
 
   void run() {
+    set_whole_registers();
     Backward::run();
     _tile_release();
   }
