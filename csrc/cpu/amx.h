@@ -100,14 +100,14 @@ FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t co
   }
 }
 
-// A tile of fp32 rows becomes rows of pairs in its own memory, zero up to the next multiple of 32 rows.
-FLASH_STAGE void pair_tile(float* tile, int64_t stride, int64_t rows, int vectors) {
+// Rows of pairs of the rows of a tile, zero up to the next multiple of 32 rows; `to` may be the tile itself.
+FLASH_STAGE void pair_tile(const float* tile, int64_t stride, int64_t rows, int vectors, float* to) {
   constexpr int W = kWidth<float>;
   for (int64_t j = 0; j < panels(rows); j += 2)
     for (int at = 0; at < vectors * W; at += W) {
       const float* from = tile + j * stride + at;
       const Word x = pair(j < rows ? load(from) : Vector<float>{}, j + 1 < rows ? load(from + stride) : Vector<float>{});
-      std::memcpy(tile + j / 2 * stride + at, &x, sizeof(x));
+      std::memcpy(to + j / 2 * stride + at, &x, sizeof(x));
     }
 }
 
@@ -145,50 +145,73 @@ struct Left {
   int64_t row, panel;  // strides in numbers
 };
 
-// Sums of S strips of 16 rows (one: as many as the registers are set to) and V vectors of columns over `inner` numbers.
-template <int S, int V, bool kAdd>
-FLASH_INLINE void multiply_strips(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, float* c, int64_t c_stride) {
+// One function, one instruction. The registers are literals in the text, as intrinsics have them; memory is what loads depend on.
+template <int R>
+FLASH_INLINE void zero() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(R));
+}
+template <int R>
+FLASH_INLINE void load(const void* p, int64_t bytes) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(R) : "memory");
+}
+template <int R>
+FLASH_INLINE void store(float* p, int64_t bytes) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(bytes), "i"(R) : "memory");
+}
+template <int Sum, int A, int B>
+FLASH_INLINE void dot() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
+}
+
+// The unit that multiplies tiles is switched off some 700 cycles after its last product, and as many go by before the next one runs.
+// To be called every few hundred cycles of other work: a product whose sums nobody reads.
+FLASH_INLINE void stay_awake() { dot<0, 6, 7>(); }
+
+template <int V, int R>
+FLASH_INLINE void store_strip(float* c, int64_t c_bytes) {
   constexpr int W = kWidth<float>;
+  store<R>(c, c_bytes);
+  if constexpr (V > 1) store<R + 1>(c + W, c_bytes);
+  if constexpr (V > 2) store<R + 2>(c + 2 * W, c_bytes);
+}
+
+// Sums of a strip of rows (as many as the registers are set to) and V vectors of columns over `inner` numbers, left in registers R to
+// R + V - 1. Between the first products, the strip before, which is in the other three, goes to `before` (or null): a store
+// takes as long as a product and waits for its sums.
+template <int V, int R, bool kAdd>
+FLASH_INLINE void multiply_strip(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, const float* c, int64_t c_stride,
+                                 float* before) {
+  constexpr int W = kWidth<float>, kOther = 3 - R;
   const int64_t c_bytes = c_stride * 4, a_bytes = a.row * 2, b_bytes = pair_stride * 2;
-  float* next = c + 16 * c_stride;
   if constexpr (kAdd) {
-    _tile_loadd(0, c, c_bytes);
-    if constexpr (V > 1) _tile_loadd(1, c + W, c_bytes);
-    if constexpr (V > 2) _tile_loadd(2, c + 2 * W, c_bytes);
-    if constexpr (S > 1) _tile_loadd(3, next, c_bytes);
-    if constexpr (S > 1 && V > 1) _tile_loadd(4, next + W, c_bytes);
-    if constexpr (S > 1 && V > 2) _tile_loadd(5, next + 2 * W, c_bytes);
+    load<R>(c, c_bytes);
+    if constexpr (V > 1) load<R + 1>(c + W, c_bytes);
+    if constexpr (V > 2) load<R + 2>(c + 2 * W, c_bytes);
   } else {
-    _tile_zero(0);
-    if constexpr (V > 1) _tile_zero(1);
-    if constexpr (V > 2) _tile_zero(2);
-    if constexpr (S > 1) _tile_zero(3);
-    if constexpr (S > 1 && V > 1) _tile_zero(4);
-    if constexpr (S > 1 && V > 2) _tile_zero(5);
+    zero<R>();
+    if constexpr (V > 1) zero<R + 1>();
+    if constexpr (V > 2) zero<R + 2>();
   }
-  for (int64_t k = 0; k < inner; k += kPanel, a.data += a.panel, b += kPanel / 2 * pair_stride) {
-    _tile_loadd(6, a.data, a_bytes);
-    _tile_loadd(7, b, b_bytes);
-    _tile_dpbf16ps(0, 6, 7);
-    if constexpr (V > 1) _tile_loadd(7, b + 2 * W, b_bytes);
-    if constexpr (V > 1) _tile_dpbf16ps(1, 6, 7);
-    if constexpr (V > 2) _tile_loadd(7, b + 4 * W, b_bytes);
-    if constexpr (V > 2) _tile_dpbf16ps(2, 6, 7);
-    if constexpr (S > 1) {  // back from the right factor that is still there
-      _tile_loadd(6, a.data + 16 * a.row, a_bytes);
-      if constexpr (V > 2) _tile_dpbf16ps(5, 6, 7);
-      if constexpr (V > 2) _tile_loadd(7, b + 2 * W, b_bytes);
-      if constexpr (V > 1) _tile_dpbf16ps(4, 6, 7);
-      if constexpr (V > 1) _tile_loadd(7, b, b_bytes);
-      _tile_dpbf16ps(3, 6, 7);
+  const auto step = [&](float* to) FLASH_LAMBDA {
+    load<6>(a.data, a_bytes);
+    load<7>(b, b_bytes);
+    dot<R, 6, 7>();
+    if (to) store<kOther>(to, c_bytes);
+    if constexpr (V > 1) {
+      load<7>(b + 2 * W, b_bytes);
+      dot<R + 1, 6, 7>();
+      if (to) store<kOther + 1>(to + W, c_bytes);
     }
-  }
-  _tile_stored(0, c, c_bytes);
-  if constexpr (V > 1) _tile_stored(1, c + W, c_bytes);
-  if constexpr (V > 2) _tile_stored(2, c + 2 * W, c_bytes);
-  if constexpr (S > 1) _tile_stored(3, next, c_bytes);
-  if constexpr (S > 1 && V > 1) _tile_stored(4, next + W, c_bytes);
-  if constexpr (S > 1 && V > 2) _tile_stored(5, next + 2 * W, c_bytes);
+    if constexpr (V > 2) {
+      load<7>(b + 4 * W, b_bytes);
+      dot<R + 2, 6, 7>();
+      if (to) store<kOther + 2>(to + 2 * W, c_bytes);
+    }
+    a.data += a.panel;
+    b += kPanel / 2 * pair_stride;
+  };
+  step(before);
+  for (int64_t k = kPanel; k < inner; k += kPanel) step(nullptr);
 }
 
 // Registers of 16 rows, which every product finds and leaves.
@@ -201,17 +224,30 @@ FLASH_INLINE void set_whole_registers() {
 template <int V, bool kAdd>
 FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, float* c, int64_t c_stride,
                           int64_t rows) {
+  const int64_t c_bytes = c_stride * 4;
+  float* before = nullptr;
+  const auto strip = [&](auto first, int64_t row, float* to) FLASH_LAMBDA {
+    multiply_strip<V, decltype(first)::value, kAdd>({a.data + row * a.row, a.row, a.panel}, b, pair_stride, inner,
+                                                    c + row * c_stride, c_stride, to);
+  };
   int64_t row = 0;
-  const auto left = [&] { return Left{a.data + row * a.row, a.row, a.panel}; };
-  for (; row + 32 <= rows; row += 32) multiply_strips<2, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+  for (; row + 32 <= rows; row += 32) {
+    strip(Count<0>{}, row, before);
+    before = c + (row + 16) * c_stride;
+    strip(Count<3>{}, row + 16, c + row * c_stride);
+  }
   if (row + 16 <= rows) {
-    multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+    strip(Count<0>{}, row, before);
+    store_strip<V, 0>(c + row * c_stride, c_bytes);
     row += 16;
+  } else if (before) {
+    store_strip<V, 3>(before, c_bytes);
   }
   if (row < rows) {
     const TileConfig rest(static_cast<int>(rows - row));
     set_registers(rest);
-    multiply_strips<1, V, kAdd>(left(), b, pair_stride, inner, c + row * c_stride, c_stride);
+    strip(Count<0>{}, row, nullptr);
+    store_strip<V, 0>(c + row * c_stride, c_bytes);
     set_whole_registers();
   }
 }

@@ -99,7 +99,7 @@ class AmxBackward : Backward<float> {
     round_rows(tile, kLanes, count, V, probabilities_ + at * row_ + i * kLanes, row_);
     round_rows(gradient, kLanes, count, V, gradients_ + at * row_ + i * kLanes, row_);
     if (!task_.gradients->dquery.data) return;
-    pair_tile(gradient, kLanes, count, V);
+    pair_tile(gradient, kLanes, count, V, gradient);
     const Left left{keys, kPanel, kPanel * p_.head_dim};
     const BFloat16* pairs = reinterpret_cast<const BFloat16*>(gradient);
     if (scratch_.started[i]) {

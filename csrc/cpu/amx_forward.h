@@ -24,48 +24,42 @@ FLASH_INLINE void exp2_down(Vector<float> (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] = _mm512_scalef_ps(p[i], x[i]);
 }
 
-// exponentiate() of score.h, with the probabilities rounded to bf16 and keys paired, in the memory of the tile: zero up to the next
-// multiple of 32 keys. A tie is rounded up.
+// Scores of a tile become probabilities relative to `top`, rounded to bf16, keys paired: zero up to the next multiple of 32 keys. A tie is
+// rounded up. total takes in what they were before.
 template <int V>
-FLASH_STAGE bool exponentiate_pairs(float unit, float* tile, int64_t keys, float* before, const float* after, float* sum,
-                                    float* factor) {
-  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 8;
+FLASH_STAGE void exponentiate_pairs(float unit, float* tile, int64_t keys, const float* top, float* total, float* to) {
+  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 8, kAwake = 64;
   const Vector<float> none = set(-std::numeric_limits<float>::infinity()), c = set(unit);
-  const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  bool moved = false;
+  for (int64_t j = keys; j < panels(keys); ++j)
+    for (int at = 0; at < V * W; at += W) store(tile + j * kStride + at, none);
+  alignas(64) float tops[V * W], sums[V * W];
   for (int at = 0; at < V * W; at += W) {
-    const Vector<float> old = load(before + at), now = load(after + at);
-    const Vector<float> top = (now == none ? Vector<float>{} : now) * c;  // Softmax::reference
-    const __mmask16 same = _mm512_cmp_ps_mask(old, now, _CMP_EQ_OQ);
-    moved |= same != 0xffff;
-    Vector<float> shrink[1] = {old * c - top};
-    exp2_down(shrink);
-    const Vector<float> change = _mm512_mask_blend_ps(same, shrink[0], set(1.0f));
-    store(factor + at, change);
-    store(before + at, now);
-    Vector<float> sums[2] = {};
-    const auto rows = [&](int64_t j, int64_t live) FLASH_LAMBDA {
-      const float* from = tile + j * kStride + at;
+    const Vector<float> x = load(top + at);
+    store(tops + at, (x == none ? Vector<float>{} : x) * c);  // Softmax::reference
+    store(sums + at, Vector<float>{});
+  }
+  const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const float* from = tile;
+  for (int64_t j = 0; j < panels(keys); j += N, from += N * kStride, to += N / 2 * kStride) {
+    if (j % kAwake == kAwake / 2) stay_awake();
+#pragma GCC unroll 3
+    for (int at = 0; at < V * W; at += W) {
+      const Vector<float> high_score = load(tops + at);
       Vector<float> x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = i < live ? _mm512_fmsub_ps(load(from + i * kStride), c, top) : none;
+      for (int i = 0; i < N; ++i) x[i] = _mm512_fmsub_ps(load(from + i * kStride + at), c, high_score);
       exp2_down(x);
-#pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) sums[i & 1] += x[i];
+      store(sums + at, load(sums + at) + (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))));
 #pragma GCC unroll 4
       for (int i = 0; i < N; i += 2) {
         const auto low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x[i], half), 16);
         const auto high = _mm512_add_epi32((__m512i)x[i + 1], half);
-        _mm512_storeu_si512(tile + (j + i) / 2 * kStride + at, _mm512_ternarylogic_epi32(upper, high, low, 0xCA));
+        _mm512_storeu_si512(to + i / 2 * kStride + at, _mm512_ternarylogic_epi32(upper, high, low, 0xCA));
       }
-    };
-    int64_t j = 0;
-    for (; j + N <= keys; j += N) rows(j, N);
-    if (j < keys) rows(j, keys - j), j += N;
-    for (; j < panels(keys); j += 2) store(tile + j / 2 * kStride + at, Vector<float>{});
-    store(sum + at, fma(load(sum + at), change, sums[0] + sums[1]));
+    }
   }
-  return moved;
+  stay_awake();
+  for (int at = 0; at < V * W; at += W) store(total + at, load(total + at) + load(sums + at));
 }
 
 // take_largest() with chains enough to be bound by loads.
@@ -91,15 +85,24 @@ FLASH_STAGE void largest_of(const float* tile, int64_t keys, float* largest) {
 
 class AmxForward : Forward<float> {
   static constexpr int kLanes = kGroup<float>;
+  static constexpr int64_t kStep = 64, kBatch = 256;  // keys of a tile of scores, and of one product with values
+  static constexpr float kSlack = 16;
 
  public:
-  using Forward<float>::Forward;
-
   static bool takes(const ForwardTask& task) {
     const Problem& p = *task.problem;
     return p.dtype == DType::kBFloat16 && p.head_dim % kPanel == 0 && p.value_dim % kWidth<float> == 0 &&
            task.lane_end - task.lane_begin > kFew;
   }
+  static size_t scratch(const Problem& p, const Tiling& tiling) {
+    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) + chunk_of(p) * p.value_dim * sizeof(BFloat16) +
+           2 * kAlign;
+  }
+
+  AmxForward(const ForwardTask& task, const Tiling& tiling, void* memory)
+      : Forward(task, tiling, memory),
+        pairs_(arena_.take<float>(kBatch / 2 * kLanes)),
+        values_(arena_.take<BFloat16>(chunk_of(p_) * p_.value_dim)) {}
 
   void run() {
     start();
@@ -109,21 +112,23 @@ class AmxForward : Forward<float> {
       pair_columns(rows, p_.head_dim, scratch_.groups[i].vectors, 2 * kLanes, query_pairs(i));
     }
     set_whole_registers();
-    each_block([&](int64_t begin, int64_t end) { block(begin, end); });
+    each_block(chunk_of(p_), [&](int64_t begin, int64_t end) { chunk(begin, end); });
     _tile_release();
     end();
   }
 
  private:
+  // Keys whose values are transposed for all groups of lanes; a group goes through them before the next one starts.
+  static int64_t chunk_of(const Problem& p) { return most(kStep, (int64_t{1} << 16) / most(p.value_dim, 1) / kStep * kStep); }
+
   BFloat16* query_pairs(int i) { return reinterpret_cast<BFloat16*>(queries(i)); }
 
   const BFloat16* row(const problem::Array& a, int64_t key) const {
     return static_cast<const BFloat16*>(a.data) + problem::offset(a, s_.batch, task_.kv_head, s_.key + key);
   }
 
-  void block(int64_t begin, int64_t end) {
-    BFloat16* values = reinterpret_cast<BFloat16*>(scratch_.values);
-    transpose_rows(row(p_.value, begin), p_.value.row, end - begin, p_.value_dim, values);
+  void chunk(int64_t begin, int64_t end) {
+    transpose_rows(row(p_.value, begin), p_.value.row, end - begin, p_.value_dim, values_);
     for (int i = 0; i < count_; ++i) {
       const Group<float>& g = scratch_.groups[i];
       fetch(p_.key, p_.head_dim, end + i * (end - begin) / count_, end + (i + 1) * (end - begin) / count_);
@@ -132,35 +137,75 @@ class AmxForward : Forward<float> {
       const int64_t first = most(seen.first, begin), to = least(seen.last, end);
       if (first >= to) continue;
       const int64_t from = begin + (first - begin) / kPanel * kPanel;  // whole panels of values
-      with_vectors(g.vectors,
-                   [&](auto vectors) { step<decltype(vectors)::value>(i, from, to, values + (from - begin) * p_.value_dim); });
+      with_vectors(g.vectors, [&](auto vectors) {
+        walk<decltype(vectors)::value>(i, from, to, values_ + (from - begin) * p_.value_dim);
+      });
     }
   }
 
-  // Keys [from, to) for group i.
+  // Keys [from, to) for group i. Probabilities wait until there are kBatch keys of them, as sums are long in coming and going.
   template <int V>
-  void step(int i, int64_t from, int64_t to, const BFloat16* values) {
+  void walk(int i, int64_t from, int64_t to, const BFloat16* values) {
     const Group<float>& g = scratch_.groups[i];
-    const int64_t count = to - from;
-    float *tile = scratch_.tile, *largest = scratch_.largest + i * kLanes;
-    multiply<V, false>({row(p_.key, from), p_.key.row, kPanel}, query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
-    if (rules_.query_factor != 1)
-      each_vector(g.vectors, count, tile, kLanes,
-                  [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
-    std::memcpy(scratch_.now, largest, sizeof(float) * kLanes);
-    finish<V>(g, from, to);
-    bool moved;
-    if (rules_.dropped) {
-      moved = probabilities<V>(i, from, to);
-      pair_tile(tile, kLanes, count, V);
-    } else {
-      moved = exponentiate_pairs<V>(rules_.unit, tile, count, largest, scratch_.now, scratch_.total + i * kLanes, scratch_.factor);
+    float *tile = scratch_.tile, *top = scratch_.largest + i * kLanes, *total = scratch_.total + i * kLanes;
+    int64_t waiting = from;  // the first key whose probabilities wait
+    const auto add = [&](int64_t end) {
+      if (waiting < end) this->add<V>(i, end - waiting, values + (waiting - from) * p_.value_dim);
+      waiting = end;
+    };
+    for (int64_t key = from; key < to; key += kStep) {
+      const int64_t count = least(kStep, to - key);
+      multiply<V, false>({row(p_.key, key), p_.key.row, kPanel}, query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
+      std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
+      settle<V>(g, key, key + count);
+      if (rises<V>(top)) {
+        add(key);
+        rescale<V>(i, top, total);
+      }
+      float* pairs = pairs_ + (key - waiting) / 2 * kLanes;
+      if (rules_.dropped) {
+        exponentiate<float, V>(rules_.unit, rules_.lowest, tile, count, top, top, total, scratch_.factor);
+        dropout_tile(rules_, g, s_.batch, key, count, scratch_.keep);
+        drop<float>(V, scratch_.keep, count, tile);
+        pair_tile(tile, kLanes, count, V, pairs);
+      } else {
+        exponentiate_pairs<V>(rules_.unit, tile, count, top, total, pairs);
+      }
+      if (key + count - waiting == kBatch) add(key + count);
     }
-    if (scratch_.started[i] && moved)
-      each_vector(g.vectors, p_.value_dim, sums(i), kLanes,
+    add(to);
+  }
+
+  // Whether a score is so far above what its lane's probabilities are relative to that this has to follow. Else they may be up to
+  // 2^kSlack, which costs no digits, and sums need not be rescaled.
+  template <int V>
+  bool rises(const float* top) const {
+    const Vector<float> slack = set(kSlack / rules_.unit);
+    __mmask16 found = 0;
+    for (int at = 0; at < V * kWidth<float>; at += kWidth<float>)
+      found |= _mm512_cmp_ps_mask(load(scratch_.now + at), load(top + at) + slack, _CMP_GT_OQ);
+    return found != 0;
+  }
+  template <int V>
+  void rescale(int i, float* top, float* total) {
+    const Vector<float> c = set(rules_.unit), low = set(rules_.lowest);
+    for (int at = 0; at < V * kWidth<float>; at += kWidth<float>) {
+      const Vector<float> old = load(top + at), now = load(scratch_.now + at);
+      const Vector<float> factor = old == now ? set(1.0f) : exp2<float>(old - now, c, low);
+      store(top + at, now);
+      store(total + at, load(total + at) * factor);
+      store(scratch_.factor + at, factor);
+    }
+    if (scratch_.started[i])
+      each_vector(V, p_.value_dim, sums(i), kLanes,
                   [&](int at) { return [factor = load(scratch_.factor + at)](auto x, int64_t) { return x * factor; }; });
+  }
+
+  // Sums take in the values of the `count` keys whose probabilities wait.
+  template <int V>
+  void add(int i, int64_t count, const BFloat16* values) {
     const Left left{values, kPanel, kPanel * p_.value_dim};
-    const BFloat16* pairs = reinterpret_cast<const BFloat16*>(tile);
+    const BFloat16* pairs = reinterpret_cast<const BFloat16*>(pairs_);
     if (scratch_.started[i]) {
       multiply<V, true>(left, pairs, 2 * kLanes, panels(count), sums(i), kLanes, p_.value_dim);
     } else {
@@ -171,20 +216,32 @@ class AmxForward : Forward<float> {
 
   // Modifiers, masks, and the largest scores. Without modifiers only keys that some row does not see need more than the last.
   template <int V>
-  void finish(const Group<float>& g, int64_t from, int64_t to) {
+  void settle(const Group<float>& g, int64_t from, int64_t to) {
+    float* tile = scratch_.tile;
+    if (rules_.query_factor != 1)
+      each_vector(V, to - from, tile, kLanes, [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
-    if (rules_.modified) return finish_scores(g, from, to, from < all.first || to > all.last);
-    const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
-    const auto edge = [&](int64_t begin, int64_t end) {
-      if (begin < end)
-        adjust<float>(rules_, g, Bounds<float>(g, interval_, begin, end - begin), nullptr, true, end - begin,
-                      scratch_.tile + (begin - from) * kLanes, kLanes, nullptr);
+    const auto edge = [&](int64_t begin, int64_t end, bool partial) {
+      if (begin >= end) return;
+      if (p_.mask.data) mask_tile(p_, g, begin, end - begin, scratch_.bias);
+      adjust<float>(rules_, g, Bounds<float>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr, partial,
+                    end - begin, tile + (begin - from) * kLanes, kLanes, nullptr);
     };
-    edge(from, full);
-    edge(full_end, to);
-    largest_of<V>(scratch_.tile, to - from, scratch_.now);
+    if (rules_.modified) {
+      edge(from, to, from < all.first || to > all.last);
+    } else {
+      const int64_t full = least(most(all.first, from), to), full_end = most(least(all.last, to), full);
+      edge(from, full, true);
+      edge(full_end, to, true);
+    }
+    largest_of<V>(tile, to - from, scratch_.now);
   }
+
+  float* const pairs_;      // [kBatch / 2][kLanes]: pairs of probabilities
+  BFloat16* const values_;  // [chunk / 32][value_dim][32]
 };
+
+size_t amx_forward_scratch(const Problem& p, const Tiling& tiling) { return AmxForward::scratch(p, tiling); }
 
 void amx_forward_task(const ForwardTask& task, const Tiling& tiling, void* scratch) {
   if (AmxForward::takes(task)) {

@@ -72,7 +72,7 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
   // that is free where all of K and V stays there too, and costs widening the more often for half types.
   const int64_t room = (int64_t{256} << 10) / (kernels.group * std::max<int64_t>(1, p.head_dim + p.value_dim) * real);
   const int64_t kv_bytes = p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
-  const int64_t fewest = kv_bytes >= (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
+  const int64_t fewest = kv_bytes >= (int64_t{1} << 20) || (widened && kv_bytes > (int64_t{256}<<10)) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
   int64_t groups = std::clamp<int64_t>(room, 1, 8);
   while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
   plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;

@@ -106,7 +106,7 @@ class Forward {
   void run() {
     start();
     with_real_type<Real>(p_.dtype, [&](auto tag) { load_queries<decltype(tag)>(); });
-    each_block([&](int64_t begin, int64_t end) { block(begin, end); });
+    each_block(tiling_.keys, [&](int64_t begin, int64_t end) { block(begin, end); });
     end();
   }
 
@@ -122,10 +122,10 @@ class Forward {
     for (int i = 0; i < count_; ++i) scratch_.started[i] = false;
   }
   template <class F>
-  void each_block(const F& f) {
+  void each_block(int64_t keys, const F& f) {
     const problem::Span seen = interval_.rows(scratch_.groups[0].row_begin, scratch_.groups[count_ - 1].row_end);
     const int64_t first = most(seen.first, task_.key_begin), last = least(seen.last, task_.key_end);
-    for (int64_t key = first; key < last; key += tiling_.keys) f(key, least(key + tiling_.keys, last));
+    for (int64_t key = first; key < last; key += keys) f(key, least(key + keys, last));
   }
   void end() {
     with_real_type<Real>(p_.dtype, [&](auto tag) {
