@@ -12,13 +12,6 @@ using Word = Types<float>::Unsigned;  // a pair of bf16 numbers per element
 
 constexpr int64_t panels(int64_t count) { return (count + kPanel - 1) / kPanel * kPanel; }
 
-// Pairs of numbers rounded to bf16, to nearest even.
-FLASH_INLINE Word pair(Vector<float> low, Vector<float> high) {
-  Word interleave;
-#pragma GCC unroll 16
-  for (uint32_t i = 0; i < 16; ++i) interleave[i] = i | (i + 16) << 16;
-  return (Word)_mm512_permutexvar_epi16((__m512i)interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
 FLASH_INLINE Word load_bits(const BFloat16* p) {
   Types<float>::Half half;
   std::memcpy(&half, p, sizeof(half));

@@ -24,10 +24,12 @@ FLASH_INLINE void exp2_down(Vector<float> (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] = _mm512_scalef_ps(p[i], x[i]);
 }
 
-// Scores of a tile become probabilities relative to `top`, rounded to bf16, keys paired: zero up to the next multiple of 32 keys. A tie is
-// rounded up. total takes in what they were before.
+// Probabilities relative to `top` of the scores of a tile, rounded to bf16, keys paired: zero up to the next multiple of 32 keys. A tie
+// is rounded up. total takes in what they were before. False, and nothing is done, where one would be more than 2^kSlack: `top` has to
+// follow. Else it need not: larger probabilities cost no digits, and sums are rescaled rarely.
+constexpr float kSlack = 16;
 template <int V>
-FLASH_STAGE void exponentiate_pairs(float unit, float* tile, int64_t keys, const float* top, float* total, float* to) {
+FLASH_STAGE bool exponentiate_pairs(float unit, float* tile, int64_t keys, const float* top, float* total, float* to) {
   constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 8, kAwake = 64;
   const Vector<float> none = set(-std::numeric_limits<float>::infinity()), c = set(unit);
   for (int64_t j = keys; j < panels(keys); ++j)
@@ -38,16 +40,19 @@ FLASH_STAGE void exponentiate_pairs(float unit, float* tile, int64_t keys, const
     store(tops + at, (x == none ? Vector<float>{} : x) * c);  // Softmax::reference
     store(sums + at, Vector<float>{});
   }
+  Vector<float> highest = none;
   const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const float* from = tile;
   for (int64_t j = 0; j < panels(keys); j += N, from += N * kStride, to += N / 2 * kStride) {
     if (j % kAwake == kAwake / 2) stay_awake();
 #pragma GCC unroll 3
     for (int at = 0; at < V * W; at += W) {
-      const Vector<float> high_score = load(tops + at);
+      const Vector<float> reference = load(tops + at);
       Vector<float> x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = _mm512_fmsub_ps(load(from + i * kStride + at), c, high_score);
+      for (int i = 0; i < N; ++i) x[i] = _mm512_fmsub_ps(load(from + i * kStride + at), c, reference);
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) highest = max(x[i], highest);
       exp2_down(x);
       store(sums + at, load(sums + at) + (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))));
 #pragma GCC unroll 4
@@ -59,34 +64,14 @@ FLASH_STAGE void exponentiate_pairs(float unit, float* tile, int64_t keys, const
     }
   }
   stay_awake();
+  if (_mm512_cmp_ps_mask(highest, set(kSlack), _CMP_GT_OQ)) return false;
   for (int at = 0; at < V * W; at += W) store(total + at, load(total + at) + load(sums + at));
-}
-
-// take_largest() with chains enough to be bound by loads.
-template <int V>
-FLASH_STAGE void largest_of(const float* tile, int64_t keys, float* largest) {
-  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 4;
-  Vector<float> top[N][V];
-  for (int i = 0; i < N; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) top[i][v] = load(largest + v * W);
-  int64_t j = 0;
-  for (; j + N <= keys; j += N, tile += N * kStride)
-#pragma GCC unroll 4
-    for (int i = 0; i < N; ++i)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) top[i][v] = max(load(tile + i * kStride + v * W), top[i][v]);
-  for (; j < keys; ++j, tile += kStride)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) top[0][v] = max(load(tile + v * W), top[0][v]);
-#pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) store(largest + v * W, max(max(top[3][v], top[2][v]), max(top[1][v], top[0][v])));
+  return true;
 }
 
 class AmxForward : Forward<float> {
   static constexpr int kLanes = kGroup<float>;
   static constexpr int64_t kStep = 64, kBatch = 256;  // keys of a tile of scores, and of one product with values
-  static constexpr float kSlack = 16;
 
  public:
   static bool takes(const ForwardTask& task) {
@@ -153,39 +138,42 @@ class AmxForward : Forward<float> {
       if (waiting < end) this->add<V>(i, end - waiting, values + (waiting - from) * p_.value_dim);
       waiting = end;
     };
+    const auto place = [&](int64_t key) { return pairs_ + (key - waiting) / 2 * kLanes; };
     for (int64_t key = from; key < to; key += kStep) {
       const int64_t count = least(kStep, to - key);
       multiply<V, false>({row(p_.key, key), p_.key.row, kPanel}, query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
-      std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
-      settle<V>(g, key, key + count);
-      if (rises<V>(top)) {
+      settle(g, key, key + count);
+      const auto follow = [&] {
+        std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
+        take_largest(V, count, tile, scratch_.now);
         add(key);
         rescale<V>(i, top, total);
-      }
-      float* pairs = pairs_ + (key - waiting) / 2 * kLanes;
+      };
+      if (blank<V>(top)) follow();
       if (rules_.dropped) {
+        follow();
         exponentiate<float, V>(rules_.unit, rules_.lowest, tile, count, top, top, total, scratch_.factor);
         dropout_tile(rules_, g, s_.batch, key, count, scratch_.keep);
         drop<float>(V, scratch_.keep, count, tile);
-        pair_tile(tile, kLanes, count, V, pairs);
-      } else {
-        exponentiate_pairs<V>(rules_.unit, tile, count, top, total, pairs);
+        pair_tile(tile, kLanes, count, V, place(key));
+      } else if (!exponentiate_pairs<V>(rules_.unit, tile, count, top, total, place(key))) {
+        follow();
+        exponentiate_pairs<V>(rules_.unit, tile, count, top, total, place(key));
       }
       if (key + count - waiting == kBatch) add(key + count);
     }
     add(to);
   }
 
-  // Whether a score is so far above what its lane's probabilities are relative to that this has to follow. Else they may be up to
-  // 2^kSlack, which costs no digits, and sums need not be rescaled.
+  // Whether some lane has seen no score yet.
   template <int V>
-  bool rises(const float* top) const {
-    const Vector<float> slack = set(kSlack / rules_.unit);
+  static bool blank(const float* top) {
     __mmask16 found = 0;
     for (int at = 0; at < V * kWidth<float>; at += kWidth<float>)
-      found |= _mm512_cmp_ps_mask(load(scratch_.now + at), load(top + at) + slack, _CMP_GT_OQ);
+      found |= _mm512_cmp_ps_mask(load(top + at), set(-std::numeric_limits<float>::infinity()), _CMP_EQ_OQ);
     return found != 0;
   }
+  // What lanes are relative to becomes scratch_.now.
   template <int V>
   void rescale(int i, float* top, float* total) {
     const Vector<float> c = set(rules_.unit), low = set(rules_.lowest);
@@ -214,12 +202,11 @@ class AmxForward : Forward<float> {
     scratch_.started[i] = true;
   }
 
-  // Modifiers, masks, and the largest scores. Without modifiers only keys that some row does not see need more than the last.
-  template <int V>
+  // Modifiers and masks. Without modifiers only keys that some row does not see need them.
   void settle(const Group<float>& g, int64_t from, int64_t to) {
     float* tile = scratch_.tile;
     if (rules_.query_factor != 1)
-      each_vector(V, to - from, tile, kLanes, [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
+      each_vector(g.vectors, to - from, tile, kLanes, [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     const auto edge = [&](int64_t begin, int64_t end, bool partial) {
       if (begin >= end) return;
@@ -234,7 +221,6 @@ class AmxForward : Forward<float> {
       edge(from, full, true);
       edge(full_end, to, true);
     }
-    largest_of<V>(tile, to - from, scratch_.now);
   }
 
   float* const pairs_;      // [kBatch / 2][kLanes]: pairs of probabilities

@@ -2,6 +2,8 @@
 // are read in their natural layout by scalar broadcasts, and every softmax reduction is vertical.
 // Verbs that hold a register tile are functions of their own: inlined into one another they spill.
 #pragma once
+#include <type_traits>
+
 #include "cpu/vector.h"
 
 #define FLASH_STAGE __attribute__((noinline))
@@ -234,7 +236,23 @@ FLASH_STAGE void unpack(const Real* from, int64_t dim, int lanes, const Real* fa
   for (int first = 0; first < lanes; first += W) {
     const int live = lanes - first < W ? lanes - first : W;
     const Vector<Real> f = load(factor + first);
-    for (int64_t d = 0; d < dim; d += W) {
+    int64_t d = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (!kAdd && std::is_same_v<T, BFloat16>)
+      for (; d + 2 * W <= dim; d += 2 * W) {  // two numbers are one element of what is transposed
+        Vector<Real> r[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+          const Real* at = from + (d + 2 * i) * kGroup<Real> + first;
+          r[i] = (Vector<Real>)pair(load(at) * f, load(at + kGroup<Real>) * f);
+        }
+        transpose<Real>(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i)
+          if (i < live) std::memcpy(rows[first + i] + d, &r[i], sizeof(r[i]));
+      }
+#endif
+    for (; d < dim; d += W) {
       const int n = static_cast<int>(dim - d < W ? dim - d : W);
       Vector<Real> r[W];
 #pragma GCC unroll 16

@@ -192,6 +192,19 @@ FLASH_INLINE Vector<Real> load(const T* p) {
 // ---- stores, rounded to nearest even ------------------------------------------------------------------------------------------
 FLASH_INLINE void store(float* p, Vector<float> x) { *reinterpret_cast<Types<float>::Loose*>(p) = x; }
 FLASH_INLINE void store(double* p, Vector<double> x) { *reinterpret_cast<Types<double>::Loose*>(p) = x; }
+#if defined(__AVX512BF16__)
+FLASH_INLINE void store(BFloat16* p, Vector<float> x) {
+  const auto half = _mm512_cvtneps_pbh(x);
+  std::memcpy(p, &half, sizeof(half));
+}
+// Pairs of numbers rounded to bf16.
+FLASH_INLINE Types<float>::Unsigned pair(Vector<float> low, Vector<float> high) {
+  Types<float>::Unsigned interleave;
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < 16; ++i) interleave[i] = i | (i + 16) << 16;
+  return (Types<float>::Unsigned)_mm512_permutexvar_epi16((__m512i)interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+#else
 FLASH_INLINE void store(BFloat16* p, Vector<float> x) {
   using Unsigned = Types<float>::Unsigned;
   const Unsigned bits = (Unsigned)x, odd = bits >> 16 & 1u;
@@ -199,6 +212,7 @@ FLASH_INLINE void store(BFloat16* p, Vector<float> x) {
   const auto half = __builtin_convertvector((Unsigned)(x == x) ? rounded : quiet, Types<float>::Half);
   std::memcpy(p, &half, sizeof(half));
 }
+#endif
 FLASH_INLINE void store(Float16* p, Vector<float> x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
