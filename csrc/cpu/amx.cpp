@@ -7,6 +7,7 @@ namespace flash::cpu {
 
 const Kernels kAmxBf16 = [] {
   Kernels result = kernels<float>();
+  result.packs = true;
   result.forward_scratch = amx_forward_scratch;
   result.forward = amx_forward_task;
   result.backward_scratch = amx_backward_scratch;

@@ -81,16 +81,29 @@ FLASH_INLINE void transpose_block(const BFloat16* from, int64_t stride, BFloat16
     }
 }
 
-// The transpose in panels: to[k / 32][d][k % 32] = from[k][d] for k in [0, count), zero up to the next multiple of 32. dim is a
-// multiple of 8.
-FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to) {
-  for (; count >= kPanel; count -= kPanel, from += kPanel * stride, to += kPanel * dim)
-    for (int64_t d = 0; d < dim; d += 8) transpose_block(from + d, stride, to + d * kPanel);
+// The transpose in tiles of 16 x 32: rows d of `from`'s columns, columns k of its rows [0, count), zero up to the next multiple of 32. A tile
+// is contiguous; the next 16 d are `strip` numbers on, the next 32 k `panel` numbers. dim is a multiple of 8.
+FLASH_STAGE void transpose_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to, int64_t strip,
+                                int64_t panel) {
+  const auto place = [&](int64_t d) { return to + d / 16 * strip + d % 16 * kPanel; };
+  for (; count >= kPanel; count -= kPanel, from += kPanel * stride, to += panel)
+    for (int64_t d = 0; d < dim; d += 8) transpose_block(from + d, stride, place(d));
   for (int64_t d = 0; count > 0 && d < dim; d += 8) {
     BFloat16 rest[kPanel][8] = {};
     for (int64_t k = 0; k < count; ++k) std::memcpy(rest[k], from + k * stride + d, sizeof(rest[k]));
-    transpose_block(rest[0], 8, to + d * kPanel);
+    transpose_block(rest[0], 8, place(d));
   }
+}
+
+// Rows in tiles of 16 x 32, each contiguous, in the order that a product goes through them: to[k / 16][d / 32][k % 16][d % 32], rows zero up
+// to the next multiple of 16. dim is a multiple of 32.
+FLASH_STAGE void tile_rows(const BFloat16* from, int64_t stride, int64_t count, int64_t dim, BFloat16* to) {
+  for (int64_t k = 0; k < count; k += 16)
+    for (int64_t d = 0; d < dim; d += kPanel)
+      for (int64_t i = k; i < k + 16; ++i, to += kPanel) {
+        const __m512i x = i < count ? _mm512_loadu_si512(from + i * stride + d) : _mm512_setzero_si512();
+        _mm512_storeu_si512(to, x);
+      }
 }
 
 // Rows of pairs of the rows of a tile, zero up to the next multiple of 32 rows; `to` may be the tile itself.
@@ -132,11 +145,12 @@ FLASH_INLINE void set_registers(const TileConfig& config) {
   _tile_loadconfig(&config);
 }
 
-// A left factor: rows of numbers, cut into panels of the inner dimension.
+// A left factor: strips of 16 rows, cut into panels of the inner dimension.
 struct Left {
   const BFloat16* data;
-  int64_t row, panel;  // strides in numbers
+  int64_t row, panel, strip;  // strides in numbers
 };
+inline Left rows_of(const BFloat16* rows, int64_t stride) { return {rows, stride, kPanel, 16 * stride}; }
 
 // One function, one instruction. The registers are literals in the text, as intrinsics have them; memory is what loads depend on.
 template <int R>
@@ -169,7 +183,7 @@ FLASH_INLINE void store_strip(float* c, int64_t c_bytes) {
 }
 
 // Sums of a strip of rows (as many as the registers are set to) and V vectors of columns over `inner` numbers, left in registers R to
-// R + V - 1. Between the first products, the strip before, which is in the other three, goes to `before` (or null): a store
+// R + V - 1. Between early products, the strip before, which is in the other three, goes to `before` (or null): a store
 // takes as long as a product and waits for its sums.
 template <int V, int R, bool kAdd>
 FLASH_INLINE void multiply_strip(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, const float* c, int64_t c_stride,
@@ -203,8 +217,8 @@ FLASH_INLINE void multiply_strip(Left a, const BFloat16* b, int64_t pair_stride,
     a.data += a.panel;
     b += kPanel / 2 * pair_stride;
   };
-  step(before);
-  for (int64_t k = kPanel; k < inner; k += kPanel) step(nullptr);
+  const int64_t late = inner > kPanel ? kPanel : 0;  // sums are there some 50 cycles after the last product
+  for (int64_t k = 0; k < inner; k += kPanel) step(k == late ? before : nullptr);
 }
 
 // Registers of 16 rows, which every product finds and leaves.
@@ -220,7 +234,7 @@ FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_
   const int64_t c_bytes = c_stride * 4;
   float* before = nullptr;
   const auto strip = [&](auto first, int64_t row, float* to) FLASH_LAMBDA {
-    multiply_strip<V, decltype(first)::value, kAdd>({a.data + row * a.row, a.row, a.panel}, b, pair_stride, inner,
+    multiply_strip<V, decltype(first)::value, kAdd>({a.data + row / 16 * a.strip, a.row, a.panel, a.strip}, b, pair_stride, inner,
                                                     c + row * c_stride, c_stride, to);
   };
   int64_t row = 0;

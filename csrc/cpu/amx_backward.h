@@ -61,7 +61,8 @@ class AmxBackward : Backward<float> {
 
   void block(int64_t begin, int64_t end) override {
     BFloat16* keys = reinterpret_cast<BFloat16*>(scratch_.keys);
-    if (task_.gradients->dquery.data) transpose_rows(row(p_.key, begin), p_.key.row, end - begin, p_.head_dim, keys);
+    if (task_.gradients->dquery.data) 
+      transpose_rows(row(p_.key, begin), p_.key.row, end - begin, p_.head_dim, keys, 16 * kPanel, kPanel * p_.head_dim);
     for (int i = 0; i < count_; ++i) {
       const Group<float>& g = scratch_.groups[i];
       const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
@@ -90,8 +91,8 @@ class AmxBackward : Backward<float> {
   void group(int i, int64_t from, int64_t to, int64_t at, const BFloat16* keys) {
     const int64_t count = to - from;
     float *tile = scratch_.tile, *gradient = scratch_.gradient;
-    multiply<V, false>({row(p_.key, from), p_.key.row, kPanel}, query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
-    multiply<V, false>({row(p_.value, from), p_.value.row, kPanel}, dout_pairs(i), 2 * kLanes, p_.value_dim, gradient, kLanes,
+    multiply<V, false>(rows_of(row(p_.key, from), p_.key.row), query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
+    multiply<V, false>(rows_of(row(p_.value, from), p_.value.row), dout_pairs(i), 2 * kLanes, p_.value_dim, gradient, kLanes,
                        count);
     if (rules_.query_factor != 1)
       each_vector(V, count, tile, kLanes, [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
@@ -100,7 +101,7 @@ class AmxBackward : Backward<float> {
     round_rows(gradient, kLanes, count, V, gradients_ + at * row_ + i * kLanes, row_);
     if (!task_.gradients->dquery.data) return;
     pair_tile(gradient, kLanes, count, V, gradient);
-    const Left left{keys, kPanel, kPanel * p_.head_dim};
+    const Left left{keys, kPanel, kPanel * p_.head_dim, 16 * kPanel};
     const BFloat16* pairs = reinterpret_cast<const BFloat16*>(gradient);
     if (scratch_.started[i]) {
       multiply<V, true>(left, pairs, 2 * kLanes, panels(count), dqueries(i), kLanes, p_.head_dim);
@@ -118,7 +119,7 @@ class AmxBackward : Backward<float> {
       float* to = static_cast<float*>(sums) + first * stride;
       for (int64_t d = 0; d < dim; d += kLanes)
         with_vectors(static_cast<int>(least(dim - d, kLanes) / kWidth<float>), [&](auto vectors) {
-          multiply<decltype(vectors)::value, true>({left + at * row_ + lanes.begin, row_, kPanel}, pairs + 2 * d, 2 * dim,
+          multiply<decltype(vectors)::value, true>(rows_of(left + at * row_ + lanes.begin, row_), pairs + 2 * d, 2 * dim,
                                                    lanes.end - lanes.begin, to + d, stride, last - first);
         });
     };

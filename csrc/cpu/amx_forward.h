@@ -71,6 +71,7 @@ FLASH_STAGE bool exponentiate_pairs(float unit, float* tile, int64_t keys, const
 
 class AmxForward : Forward<float> {
   static constexpr int kLanes = kGroup<float>;
+  static constexpr int64_t kTile = 16 * kPanel;
   static constexpr int64_t kStep = 64, kBatch = 256;  // keys of a tile of scores, and of one product with values
 
  public:
@@ -80,13 +81,14 @@ class AmxForward : Forward<float> {
            task.lane_end - task.lane_begin > kFew;
   }
   static size_t scratch(const Problem& p, const Tiling& tiling) {
-    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) + chunk_of(p) * p.value_dim * sizeof(BFloat16) +
-           2 * kAlign;
+    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) + chunk_of(p) * (p.head_dim + p.value_dim) * sizeof(BFloat16) +
+           3 * kAlign;
   }
 
   AmxForward(const ForwardTask& task, const Tiling& tiling, void* memory)
       : Forward(task, tiling, memory),
         pairs_(arena_.take<float>(kBatch / 2 * kLanes)),
+        keys_(arena_.take<BFloat16>(chunk_of(p_) * p_.head_dim)),
         values_(arena_.take<BFloat16>(chunk_of(p_) * p_.value_dim)) {}
 
   void run() {
@@ -104,7 +106,7 @@ class AmxForward : Forward<float> {
 
  private:
   // Keys whose values are transposed for all groups of lanes; a group goes through them before the next one starts.
-  static int64_t chunk_of(const Problem& p) { return most(kStep, (int64_t{1} << 16) / most(p.value_dim, 1) / kStep * kStep); }
+  static int64_t chunk_of(const Problem& p) { return most(kStep, (int64_t{1} << 16) / most(p.head_dim, p.value_dim) / kStep * kStep); }
 
   BFloat16* query_pairs(int i) { return reinterpret_cast<BFloat16*>(queries(i)); }
 
@@ -113,7 +115,9 @@ class AmxForward : Forward<float> {
   }
 
   void chunk(int64_t begin, int64_t end) {
-    transpose_rows(row(p_.value, begin), p_.value.row, end - begin, p_.value_dim, values_);
+    strip_ = panels(end - begin) / kPanel * kTile;
+    tile_rows(row(p_.key, begin), p_.key.row, end - begin, p_.head_dim, keys_);
+    transpose_rows(row(p_.value, begin), p_.value.row, end - begin, p_.value_dim, values_, strip_, kTile);
     for (int i = 0; i < count_; ++i) {
       const Group<float>& g = scratch_.groups[i];
       fetch(p_.key, p_.head_dim, end + i * (end - begin) / count_, end + (i + 1) * (end - begin) / count_);
@@ -123,25 +127,26 @@ class AmxForward : Forward<float> {
       if (first >= to) continue;
       const int64_t from = begin + (first - begin) / kPanel * kPanel;  // whole panels of values
       with_vectors(g.vectors, [&](auto vectors) {
-        walk<decltype(vectors)::value>(i, from, to, values_ + (from - begin) * p_.value_dim);
+        walk<decltype(vectors)::value>(i, from, to, keys_ + (from - begin) * p_.head_dim, values_ + (from - begin) / kPanel * kTile);
       });
     }
   }
 
   // Keys [from, to) for group i. Probabilities wait until there are kBatch keys of them, as sums are long in coming and going.
   template <int V>
-  void walk(int i, int64_t from, int64_t to, const BFloat16* values) {
+  void walk(int i, int64_t from, int64_t to, const BFloat16* keys, const BFloat16* values) {
     const Group<float>& g = scratch_.groups[i];
     float *tile = scratch_.tile, *top = scratch_.largest + i * kLanes, *total = scratch_.total + i * kLanes;
     int64_t waiting = from;  // the first key whose probabilities wait
     const auto add = [&](int64_t end) {
-      if (waiting < end) this->add<V>(i, end - waiting, values + (waiting - from) * p_.value_dim);
+      if (waiting < end) this->add<V>(i, end - waiting, values + (waiting - from) / kPanel * kTile);
       waiting = end;
     };
     const auto place = [&](int64_t key) { return pairs_ + (key - waiting) / 2 * kLanes; };
     for (int64_t key = from; key < to; key += kStep) {
       const int64_t count = least(kStep, to - key);
-      multiply<V, false>({row(p_.key, key), p_.key.row, kPanel}, query_pairs(i), 2 * kLanes, p_.head_dim, tile, kLanes, count);
+      multiply<V, false>({keys + (key - from) * p_.head_dim, kPanel, kTile, 16 * p_.head_dim}, query_pairs(i), 2 * kLanes, p_.head_dim,
+                         tile, kLanes, (count + 15) / 16 * 16);
       settle(g, key, key + count);
       const auto follow = [&] {
         std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
@@ -192,7 +197,7 @@ class AmxForward : Forward<float> {
   // Sums take in the values of the `count` keys whose probabilities wait.
   template <int V>
   void add(int i, int64_t count, const BFloat16* values) {
-    const Left left{values, kPanel, kPanel * p_.value_dim};
+    const Left left{values, kPanel, kTile, strip_};
     const BFloat16* pairs = reinterpret_cast<const BFloat16*>(pairs_);
     if (scratch_.started[i]) {
       multiply<V, true>(left, pairs, 2 * kLanes, panels(count), sums(i), kLanes, p_.value_dim);
@@ -223,8 +228,9 @@ class AmxForward : Forward<float> {
     }
   }
 
-  float* const pairs_;      // [kBatch / 2][kLanes]: pairs of probabilities
-  BFloat16* const values_;  // [chunk / 32][value_dim][32]
+  float* const pairs_;              // [kBatch / 2][kLanes]: pairs of probabilities
+  BFloat16 *const keys_, *const values_;  // of a chunk, in tiles
+  int64_t strip_ = 0;               // from a tile of values to that of the next 16 dims
 };
 
 size_t amx_forward_scratch(const Problem& p, const Tiling& tiling) { return AmxForward::scratch(p, tiling); }

@@ -61,7 +61,7 @@ struct ForwardPlan {
   int64_t part = problem::kOpen;  // keys of one part
 };
 
-ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
+ForwardPlan plan_forward(const Problem& p, const Kernels& kernels, int threads) {
   const int64_t real = p.fp64() ? 8 : 4, widest = std::max(p.head_dim, p.value_dim);
   const bool widened = size_of(p.dtype) != real;
   ForwardPlan plan;
@@ -72,7 +72,7 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
   // that is free where all of K and V stays there too, and costs widening the more often for half types.
   const int64_t room = (int64_t{256} << 10) / (kernels.group * std::max<int64_t>(1, p.head_dim + p.value_dim) * real);
   const int64_t kv_bytes = p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
-  const int64_t fewest = kv_bytes >= (int64_t{1} << 20) || (widened && kv_bytes > (int64_t{256}<<10)) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
+  const int64_t fewest = kv_bytes >= (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
   int64_t groups = std::clamp<int64_t>(room, 1, 8);
   while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
   plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;
@@ -81,13 +81,18 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels) {
     const int64_t part = ceil_div(p.keys, ceil_div(kParallel, tasks)), least = lanes <= kernels.group ? 512 : 2048;
     plan.part = std::max<int64_t>(least, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
   }
+  // Lanes do not depend on each other, so results do not depend on how many go together; keys are cut as above.
+  if (kernels.packs) {
+    const int64_t all = heads * ceil_div(lanes, kernels.group), share = ceil_div(all, std::max<int64_t>(heads, 4 * threads));
+    plan.tiling.lanes = std::max(plan.tiling.lanes, std::min(4 * room, share) * kernels.group);
+  }
   return plan;
 }
 
 template <class Real>
 void forward_as(const Problem& p, const Executor& executor) {
   const Kernels& kernels = kernels_for(p);
-  const ForwardPlan plan = plan_forward(p, kernels);
+  const ForwardPlan plan = plan_forward(p, kernels, executor.threads);
   const int64_t heads = p.heads / p.kv_heads;
   std::vector<Part> tasks;
   std::vector<Combination> combinations;

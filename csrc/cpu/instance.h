@@ -46,8 +46,8 @@ void narrow_rows(const void* from, int64_t from_stride, int64_t count, int64_t d
 
 template <class Real>
 constexpr Kernels kernels() {
-  return {kWidth<Real>,        kGroup<Real>,    forward_scratch<Real>, forward_task<Real>, backward_scratch<Real>,
-          backward_task<Real>, mask_task<Real>, delta_rows<Real>,      narrow_rows<Real>};
+  return {kWidth<Real>,           kGroup<Real>,        false,           forward_scratch<Real>, forward_task<Real>,
+          backward_scratch<Real>, backward_task<Real>, mask_task<Real>, delta_rows<Real>,      narrow_rows<Real>};
 }
 
 }  // namespace

@@ -59,6 +59,7 @@ struct MaskTask {
 struct Kernels {
   int64_t width;  // elements of a vector
   int64_t group;  // lanes of a register tile
+  bool packs;     // forward lays keys and values out anew for every task: the more lanes, the less often
   size_t (*forward_scratch)(const problem::Problem&, const Tiling&);
   void (*forward)(const ForwardTask&, const Tiling&, void* scratch);
   size_t (*backward_scratch)(const problem::Problem&, const Tiling&);
