@@ -1,5 +1,5 @@
 // cpu/few.h: the two products for one or a few query rows, bound by the memory that K and V come from. Vector lanes run along
-// head_dim, so a row of K or V is read once, densely, and widened in registers. The tile of scores is that of score.h.
+// head_dim, so a row of K or V is read once, densely, and widened in registers.
 #pragma once
 #include "cpu/tile.h"
 
@@ -17,57 +17,86 @@ void few_query(const T* from, int64_t dim, Real factor, Real* to) {
   }
 }
 
-// tile[key][lane] = keys[key] . queries[lane]
-template <class Real, class T>
-FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, int64_t dim, const Real* queries,
-                            int64_t query_stride, int lanes, Real* tile) {
-  constexpr int W = kWidth<Real>;
-  for (int64_t j = 0; j < count; j += W) {
-    const T* rows[W];
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) rows[i] = keys + (j + i < count ? j + i : count - 1) * key_stride;
-    for (int lane = 0; lane < lanes; ++lane) {
-      const Real* q = queries + lane * query_stride;
-      Vector<Real> acc[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {  // row after row, which is the order that caches look ahead in
-        Vector<Real> sum[2] = {};
-        int64_t d = 0;
-        for (; d + 2 * W <= dim; d += 2 * W) {
-          sum[0] = fma(load<Real>(rows[i] + d), load(q + d), sum[0]);
-          sum[1] = fma(load<Real>(rows[i] + d + W), load(q + d + W), sum[1]);
-        }
-        for (; d + W <= dim; d += W) sum[0] = fma(load<Real>(rows[i] + d), load(q + d), sum[0]);
-        if (d < dim) sum[0] = fma(load_part<Real>(rows[i] + d, static_cast<int>(dim - d)), load(q + d), sum[0]);
-        acc[i] = sum[0] + sum[1];
-      }
-      transpose<Real>(acc);
-#pragma GCC unroll 4
-      for (int half = W / 2; half > 0; half /= 2)
+// A tile of scores: that of key j and lane i is at [j * key + i * lane].
+struct Strides {
+  int64_t key, lane;
+};
+
+// acc[i] takes in the products of N vectors of row i, for R rows.
+template <class Real, int R, int N, class T>
+FLASH_INLINE void few_products(const T* rows, int64_t stride, const Real* query, Vector<Real> (&acc)[R]) {
+  Vector<Real> q[N];
 #pragma GCC unroll 8
-        for (int i = 0; i < half; ++i) acc[i] += acc[i + half];
-      Real sum[W];
-      store(sum, acc[0]);
-      for (int i = 0; i < W && j + i < count; ++i) tile[(j + i) * kGroup<Real> + lane] = sum[i];
-    }
-  }
+  for (int n = 0; n < N; ++n) q[n] = load(query + n * kWidth<Real>);
+#pragma GCC unroll 8
+  for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) acc[i] = fma(load<Real>(rows + i * stride + n * kWidth<Real>), q[n], acc[i]);
 }
 
-// sum[lane][d] = sum[lane][d] * factor[lane] + sum over keys of values[key][d] * tile[key][lane]
+// Scores of `count` keys; where they follow each other, -inf up to a multiple of the width.
 template <class Real, class T>
-FLASH_STAGE void few_accumulate(const T* values, int64_t value_stride, int64_t count, int64_t dim, const Real* tile, int lanes,
-                                const Real* factor, bool first, Real* sum, int64_t sum_stride) {
+FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, int64_t dim, const Real* queries,
+                            int64_t query_stride, int lanes, Real* tile, Strides at) {
+  constexpr int W = kWidth<Real>, kChunk = kRegisters == 32 ? 8 : 4;
+  by_rows<8>(0, count, [&](auto rows, int64_t j) FLASH_LAMBDA {
+    constexpr int R = decltype(rows)::value;
+    const T* row = keys + j * key_stride;
+    for (int lane = 0; lane < lanes; ++lane) {
+      const Real* q = queries + lane * query_stride;
+      Vector<Real> acc[R] = {};
+      int64_t d = 0;
+      for (; d + kChunk * W <= dim; d += kChunk * W) few_products<Real, R, kChunk>(row + d, key_stride, q + d, acc);
+      for (; d + W <= dim; d += W) few_products<Real, R, 1>(row + d, key_stride, q + d, acc);
+      if (d < dim)
+        for (int i = 0; i < R; ++i)
+          acc[i] = fma(load_part<Real>(row + i * key_stride + d, static_cast<int>(dim - d)), load(q + d), acc[i]);
+#pragma GCC unroll 8
+      for (int i = 0; i < R; ++i) tile[(j + i) * at.key + lane * at.lane] = sum_of(acc[i]);
+    }
+  });
+  for (int64_t j = count; at.key == 1 && j % W != 0; ++j)
+    for (int lane = 0; lane < lanes; ++lane) tile[j + lane * at.lane] = -std::numeric_limits<Real>::infinity();
+}
+
+// exponentiate() of score.h for one lane whose scores follow each other.
+template <class Real>
+FLASH_STAGE void few_exponentiate(Real unit, Real lowest, Real* scores, int64_t keys, Real* largest, Real* total, Real* factor) {
+  constexpr int W = kWidth<Real>;
+  constexpr Real kNone = -std::numeric_limits<Real>::infinity();
+  const Vector<Real> c = set(unit), low = set(lowest);
+  Vector<Real> tops = set(*largest), sums{};
+  for (int64_t j = 0; j < keys; j += W) tops = max(load(scores + j), tops);
+  Real top = *largest;
+  for (int i = 0; i < W; ++i) top = tops[i] > top ? tops[i] : top;
+  const Vector<Real> reference = set(top == kNone ? Real(0) : top);  // Softmax::reference
+  const Vector<Real> shrink = exp2<Real>(set(*largest) - reference, c, low);
+  *factor = top == *largest ? Real(1) : shrink[0];
+  *largest = top;
+  for (int64_t j = 0; j < keys; j += W) {
+    const Vector<Real> x = exp2<Real>(load(scores + j) - reference, c, low);
+    store(scores + j, x);
+    sums += x;
+  }
+  *total = *total * *factor + sum_of(sums);
+}
+
+// sum[lane][d] = sum[lane][d] * factor[lane] + sum over keys of values[key][d] * tile[key, lane]
+template <class Real, class T>
+FLASH_STAGE void few_accumulate(const T* values, int64_t value_stride, int64_t count, int64_t dim, const Real* tile, Strides at,
+                                int lanes, const Real* factor, bool first, Real* sum, int64_t sum_stride) {
   constexpr int W = kWidth<Real>, kChunk = 8;
   const auto chunk = [&](auto vectors, int64_t d, int lane) FLASH_LAMBDA {
     constexpr int N = decltype(vectors)::value;
     const int part = static_cast<int>(dim - d < W ? dim - d : W);
     Vector<Real> acc[N] = {};
-    for (int64_t j = 0; j < count; ++j) {
-      const Vector<Real> p = set(tile[j * kGroup<Real> + lane]);
-      const T* v = values + j * value_stride + d;
+    const Real* p = tile + lane * at.lane;
+    const T* v = values + d;
+    for (int64_t j = 0; j < count; ++j, p += at.key, v += value_stride) {
+      const Vector<Real> x = set(*p);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i)
-        acc[i] = fma(p, N > 1 || part == W ? load<Real>(v + i * W) : load_part<Real>(v, part), acc[i]);
+        acc[i] = fma(x, N > 1 || part == W ? load<Real>(v + i * W) : load_part<Real>(v, part), acc[i]);
     }
     Real* to = sum + lane * sum_stride + d;
 #pragma GCC unroll 8

@@ -106,7 +106,7 @@ class Forward {
   void run() {
     start();
     with_real_type<Real>(p_.dtype, [&](auto tag) { load_queries<decltype(tag)>(); });
-    each_block(tiling_.keys, [&](int64_t begin, int64_t end) { block(begin, end); });
+    each_block(few_plain_ ? kFewBlock * tiling_.keys : tiling_.keys, [&](int64_t begin, int64_t end) { block(begin, end); });
     end();
   }
 
@@ -120,6 +120,8 @@ class Forward {
       scratch_.total[i] = 0;
     }
     for (int i = 0; i < count_; ++i) scratch_.started[i] = false;
+    const problem::Span all = interval_.common(scratch_.groups[0].row_begin, scratch_.groups[0].row_end);
+    few_plain_ = few_ && !rules_.modified && !rules_.dropped && all.first <= task_.key_begin && task_.key_end <= all.last;
   }
   template <class F>
   void each_block(int64_t keys, const F& f) {
@@ -229,24 +231,32 @@ class Forward {
     const Group<Real>& g = scratch_.groups[0];
     const T* keys = static_cast<const T*>(p_.key.data) + problem::offset(p_.key, s_.batch, task_.kv_head, s_.key + from);
     const T* values = static_cast<const T*>(p_.value.data) + problem::offset(p_.value, s_.batch, task_.kv_head, s_.key + from);
-    std::memcpy(scratch_.now, scratch_.largest, sizeof(Real) * kGroup<Real>);
+    const Strides at = few_plain_ ? Strides{1, kFewBlock * tiling_.keys} : Strides{kGroup<Real>, 1};
     few_scores<Real, T>(keys, p_.key.row, to - from, p_.head_dim, queries(0), padded<Real>(p_.head_dim), g.lanes,
-                        scratch_.tile);
-    const problem::Span all = interval_.common(g.row_begin, g.row_end);
-    with_vectors(g.vectors, [&](auto vectors) {
-      constexpr int NV = decltype(vectors)::value;
-      finish_scores(g, from, to, from < all.first || to > all.last);
-      probabilities<NV>(0, from, to);
-    });
-    few_accumulate<Real, T>(values, p_.value.row, to - from, p_.value_dim, scratch_.tile, g.lanes, scratch_.factor,
+                        scratch_.tile, at);
+    if (few_plain_) {  // vectors along the keys
+      for (int lane = 0; lane < g.lanes; ++lane)
+        few_exponentiate(rules_.unit, rules_.lowest, scratch_.tile + lane * at.lane, to - from, scratch_.largest + lane,
+                         scratch_.total + lane, scratch_.factor + lane);
+    } else {
+      std::memcpy(scratch_.now, scratch_.largest, sizeof(Real) * kGroup<Real>);
+      const problem::Span all = interval_.common(g.row_begin, g.row_end);
+      with_vectors(g.vectors, [&](auto vectors) {
+        constexpr int NV = decltype(vectors)::value;
+        finish_scores(g, from, to, from < all.first || to > all.last);
+        probabilities<NV>(0, from, to);
+      });
+    }
+    few_accumulate<Real, T>(values, p_.value.row, to - from, p_.value_dim, scratch_.tile, at, g.lanes, scratch_.factor,
                             !scratch_.started[0], sums(0), padded<Real>(p_.value_dim));
     scratch_.started[0] = true;
   }
 
   void finish_scores(const Group<Real>& g, int64_t from, int64_t to, bool partial) {
     if (p_.mask.data) mask_tile(p_, g, from, to - from, scratch_.bias);
-    adjust<Real>(rules_, g, Bounds<Real>(g, interval_, from, to - from), p_.mask.data ? scratch_.bias : nullptr, partial,
-                 to - from, scratch_.tile, kGroup<Real>, nullptr);
+    if (rules_.modified || partial)
+      adjust<Real>(rules_, g, Bounds<Real>(g, interval_, from, to - from), p_.mask.data ? scratch_.bias : nullptr, partial,
+                   to - from, scratch_.tile, kGroup<Real>, nullptr);
     take_largest(g.vectors, to - from, scratch_.tile, scratch_.now);
   }
 
@@ -314,7 +324,9 @@ class Forward {
   const problem::Interval interval_;
   Arena arena_;
   ForwardScratch<Real> scratch_;
+  static constexpr int64_t kFewBlock = kGroup<Real> / kFew;  // tiles of keys at a time: K and V take turns, which caches look ahead over
   const bool few_;
+  bool few_plain_ = false;  // few lanes, of which each sees every key of the task, unmodified
   int count_ = 0;
 };
 

@@ -60,9 +60,9 @@ void fill_group(Group<Real>& g, const Problem& p, const problem::Sequence& s, in
   g.vectors = (g.lanes + kWidth<Real> - 1) / kWidth<Real>;
   g.row_begin = begin / heads;
   g.row_end = (end - 1) / heads + 1;
+  int64_t row = begin / heads, head = kv_head * heads + begin % heads;
   for (int i = 0; i < kGroup<Real>; ++i) {
-    const int64_t lane = begin + (i < g.lanes ? i : g.lanes - 1);
-    const int64_t row = lane / heads, head = kv_head * heads + lane % heads;
+    if (i > 0 && i < g.lanes && ++head == (kv_head + 1) * heads) head -= heads, ++row;
     g.row[i] = row;
     g.head[i] = head;
     g.slope[i] = p.alibi_slopes ? static_cast<const Real*>(p.alibi_slopes)[s.batch * p.alibi_batch + head] : Real(0);

@@ -123,6 +123,27 @@ FLASH_INLINE bool any(Mask mask) {
 #endif
 }
 
+// The sum of the elements, halves first.
+FLASH_INLINE float sum_of(Vector<float> x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(x);
+#else
+  constexpr int W = kWidth<float>;
+  Types<float>::Int from;
+#pragma GCC unroll 3
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < W; ++i) from[i] = i ^ half;
+    x += __builtin_shuffle(x, from);
+  }
+  return x[0];
+#endif
+}
+FLASH_INLINE double sum_of(Vector<double> x) {
+  double sum = 0;
+  for (int i = 0; i < kWidth<double>; ++i) sum += x[i];
+  return sum;
+}
+
 // The halves of the 64-bit products of 32-bit lanes with b.
 using Words = Types<float>::Unsigned;
 FLASH_INLINE void multiply(Words a, uint32_t b, Words* low, Words* high) {
@@ -149,9 +170,15 @@ FLASH_INLINE void multiply(Words a, uint32_t b, Words* low, Words* high) {
 FLASH_INLINE Vector<float> load(const float* p) { return *reinterpret_cast<const Types<float>::Loose*>(p); }
 FLASH_INLINE Vector<double> load(const double* p) { return *reinterpret_cast<const Types<double>::Loose*>(p); }
 FLASH_INLINE Vector<float> load(const BFloat16* p) {
+#if defined(__AVX512F__)
+  return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+  return (Vector<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
   Types<float>::Half half;
   std::memcpy(&half, p, sizeof(half));
   return (Vector<float>)(__builtin_convertvector(half, Types<float>::Unsigned) << 16);
+#endif
 }
 FLASH_INLINE Vector<float> load(const Float16* p) {
 #if defined(__AVX512F__)
