@@ -130,11 +130,9 @@ class BackwardRun {
              });
   }
 
-  // Chunk `i` of 2 * parts_.
-  Range chunk(int64_t length, int64_t i) const {
-    const auto bound = [&](int64_t k) {
-      return std::min(length, ceil_div(length * k / (2 * parts_), kernels_.group) * kernels_.group);
-    };
+  // Chunk `i` of 2 * parts_, which begins at a multiple of `step` for the tasks' inner blocks to be whole.
+  Range chunk(int64_t length, int64_t i, int64_t step) const {
+    const auto bound = [&](int64_t k) { return std::min(length, (length * k / (2 * parts_) + step / 2) / step * step); };
     return {bound(i), i + 1 == 2 * parts_ ? length : bound(i + 1)};
   }
 
@@ -167,29 +165,43 @@ class BackwardRun {
         for (int64_t i = 0; i < task.sequence.rows; ++i)
           body(h, i, static_cast<char*>(task.dquery) + (h * task.dquery_head + i * task.dquery_row) * real_);
     };
-    const int64_t count = static_cast<int64_t>(all.size());
-    for_each(executor_, count, 0, [&](int64_t i, void*) {
+    const int64_t count = static_cast<int64_t>(all.size()), rows_step = std::max<int64_t>(1, tiling_.lanes / group);
+    const auto begin = [&](int64_t i) {
       clear(all[i].task);
       each_query_row(all[i].task, [&](int64_t, int64_t, char* row) { std::memset(row, 0, p_.head_dim * real_); });
-    });
-    for (int64_t turn = 0; turn < parts_; ++turn)
-      for_each(executor_, count * parts_, kernels_.backward_scratch(p_, tiling_), [&](int64_t i, void* scratch) {
-        BackwardTask task = all[i / parts_].task;
-        const int64_t rows_part = i % parts_, keys_part = (rows_part + turn) % parts_, last = 2 * parts_ - 1;
-        task.rows[0] = chunk(task.sequence.rows, rows_part);
-        task.rows[1] = chunk(task.sequence.rows, last - rows_part);
-        task.keys[0] = chunk(task.sequence.keys, keys_part);
-        task.keys[1] = chunk(task.sequence.keys, last - keys_part);
-        kernels_.backward(task, tiling_, scratch);
-      });
-    for_each(executor_, count, 0, [&](int64_t i, void*) {
+    };
+    const auto take = [&](int64_t i, int64_t turn, int64_t rows_part, void* scratch) {
+      BackwardTask task = all[i].task;
+      const int64_t keys_part = (rows_part + turn) % parts_, last = 2 * parts_ - 1;
+      task.rows[0] = chunk(task.sequence.rows, rows_part, rows_step);
+      task.rows[1] = chunk(task.sequence.rows, last - rows_part, rows_step);
+      task.keys[0] = chunk(task.sequence.keys, keys_part, tiling_.keys);
+      task.keys[1] = chunk(task.sequence.keys, last - keys_part, tiling_.keys);
+      kernels_.backward(task, tiling_, scratch);
+    };
+    const auto end = [&](int64_t i) {
       const BackwardTask& task = all[i].task;
       round(task);
       if (dquery_space_)
         each_query_row(task, [&](int64_t h, int64_t row, const char* from) {
           kernels_.narrow(from, 0, 1, p_.head_dim, p_.dtype, at(g_.dquery, task.sequence.batch, h, task.sequence.row + row), 0);
         });
-    });
+    };
+    const size_t scratch_bytes = kernels_.backward_scratch(p_, tiling_);
+    const int64_t threads = std::max(1, executor_.threads);
+    if (count % threads == 0 || count >= 8 * threads) {  // heads enough: the same sums in the same order, and what they need stays in the caches
+      for_each(executor_, count, scratch_bytes, [&](int64_t i, void* scratch) {
+        begin(i);
+        for (int64_t turn = 0; turn < parts_; ++turn)
+          for (int64_t part = 0; part < parts_; ++part) take(i, turn, part, scratch);
+        end(i);
+      });
+      return;
+    }
+    for_each(executor_, count, 0, [&](int64_t i, void*) { begin(i); });
+    for (int64_t turn = 0; turn < parts_; ++turn)
+      for_each(executor_, count * parts_, scratch_bytes, [&](int64_t i, void* scratch) { take(i / parts_, turn, i % parts_, scratch); });
+    for_each(executor_, count, 0, [&](int64_t i, void*) { end(i); });
   }
 
   void mask() {

@@ -288,10 +288,41 @@ struct Exp2<double> {
       0x1.c6b08d704a0c0p-5,  0x1.ebfbdff82c58fp-3,  0x1.62e42fefa39efp-1};
 };
 
+#if defined(__AVX512F__)
+// The same with what AVX-512 has for it. 2^f - 1 over f for f in [0, 1). rest, if any: then the fraction is exact, too.
+template <int N, class... Rest>
+FLASH_INLINE void exp2_by_scale(Vector<float> (&x)[N], Vector<float> c, Rest... rest) {
+  constexpr float kTerms[] = {0x1.c54186p-13f, 0x1.46d646p-10f, 0x1.3d0b92p-7f, 0x1.c68912p-5f, 0x1.ebfd58p-3f, 0x1.62e42cp-1f, 1};
+  Vector<float> y[N], p[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) y[i] = rounded(x[i] * c);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
+    Vector<float> fraction = _mm512_reduce_ps(y[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    ((fraction += fma(x[i], rest, _mm512_fmsub_ps(x[i], c, y[i]))), ...);
+    x[i] = fraction;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) p[i] = fma(set(kTerms[0]), x[i], set(kTerms[1]));
+#pragma GCC unroll 8
+  for (int k = 2; k < 7; ++k)
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = fma(p[i], x[i], set(kTerms[k]));
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {  // products of subnormal numbers take a hundred cycles
+    const __mmask16 normal = _mm512_cmp_ps_mask(y[i], set(-126.0f), _CMP_NLT_UQ);
+    x[i] = _mm512_maskz_scalef_ps(normal, p[i], y[i]);
+  }
+}
+#endif
+
 // x = 2^(x * c), c > 0. 0 where x * c < -127 (the subnormal numbers too), NaN where x is. lowest: lowest_of(c). x * c <= 128.
 // Step by step over N vectors: the steps of one depend on each other. rest, if any: the factor is c + rest.
 template <class Real, int N, class... Rest>
 FLASH_INLINE void exp2(Vector<Real> (&x)[N], Vector<Real> c, Vector<Real> lowest, Rest... rest) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Real) == 4) return exp2_by_scale(x, c, rest...);
+#endif
   using E = Exp2<Real>;
   constexpr int kCount = sizeof(E::kTerms) / sizeof(Real);
   const Vector<Real> magic = set(E::kMagic);
