@@ -186,8 +186,8 @@ FLASH_INLINE void store_strip(float* c, int64_t c_bytes) {
 // R + V - 1. Between early products, the strip before, which is in the other three, goes to `before` (or null): a store
 // takes as long as a product and waits for its sums.
 template <int V, int R, bool kAdd>
-FLASH_INLINE void multiply_strip(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, const float* c, int64_t c_stride,
-                                 float* before) {
+FLASH_INLINE void multiply_strip(Left a, const BFloat16* b, int64_t pair_stride, int64_t inner, const float* c,
+                                 int64_t c_stride, float* before) {
   constexpr int W = kWidth<float>, kOther = 3 - R;
   const int64_t c_bytes = c_stride * 4, a_bytes = a.row * 2, b_bytes = pair_stride * 2;
   if constexpr (kAdd) {
@@ -234,8 +234,8 @@ FLASH_STAGE void multiply(Left a, const BFloat16* b, int64_t pair_stride, int64_
   const int64_t c_bytes = c_stride * 4;
   float* before = nullptr;
   const auto strip = [&](auto first, int64_t row, float* to) FLASH_LAMBDA {
-    multiply_strip<V, decltype(first)::value, kAdd>({a.data + row / 16 * a.strip, a.row, a.panel, a.strip}, b, pair_stride, inner,
-                                                    c + row * c_stride, c_stride, to);
+    multiply_strip<V, decltype(first)::value, kAdd>({a.data + row / 16 * a.strip, a.row, a.panel, a.strip}, b, pair_stride,
+                                                    inner, c + row * c_stride, c_stride, to);
   };
   int64_t row = 0;
   for (; row + 32 <= rows; row += 32) {

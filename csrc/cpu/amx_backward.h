@@ -61,7 +61,7 @@ class AmxBackward : Backward<float> {
 
   void block(int64_t begin, int64_t end) override {
     BFloat16* keys = reinterpret_cast<BFloat16*>(scratch_.keys);
-    if (task_.gradients->dquery.data) 
+    if (task_.gradients->dquery.data)
       transpose_rows(row(p_.key, begin), p_.key.row, end - begin, p_.head_dim, keys, 16 * kPanel, kPanel * p_.head_dim);
     for (int i = 0; i < count_; ++i) {
       const Group<float>& g = scratch_.groups[i];

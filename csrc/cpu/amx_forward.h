@@ -21,8 +21,7 @@ FLASH_INLINE void exp2_down(Vector<float> (&x)[N]) {
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) p[i] = fma(p[i], fraction[i], set(kTerms[k]));
 #pragma GCC unroll 8
-  for (int i = 0; i < N; ++i)
-    x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], set(-126.0f), _CMP_NLT_UQ), p[i], x[i]);
+  for (int i = 0; i < N; ++i) x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], set(-126.0f), _CMP_NLT_UQ), p[i], x[i]);
 }
 
 // Probabilities relative to `top` of the scores of a tile, rounded to bf16, keys paired: zero up to the next multiple of 32 keys. A tie
@@ -82,8 +81,8 @@ class AmxForward : Forward<float> {
            task.lane_end - task.lane_begin > kFew;
   }
   static size_t scratch(const Problem& p, const Tiling& tiling) {
-    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) + chunk_of(p) * (p.head_dim + p.value_dim) * sizeof(BFloat16) +
-           3 * kAlign;
+    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) +
+           chunk_of(p) * (p.head_dim + p.value_dim) * sizeof(BFloat16) + 3 * kAlign;
   }
 
   AmxForward(const ForwardTask& task, const Tiling& tiling, void* memory)
@@ -107,7 +106,9 @@ class AmxForward : Forward<float> {
 
  private:
   // Keys whose values are transposed for all groups of lanes; a group goes through them before the next one starts.
-  static int64_t chunk_of(const Problem& p) { return most(kStep, (int64_t{1} << 16) / most(p.head_dim, p.value_dim) / kStep * kStep); }
+  static int64_t chunk_of(const Problem& p) {
+    return most(kStep, (int64_t{1} << 16) / most(p.head_dim, p.value_dim) / kStep * kStep);
+  }
 
   BFloat16* query_pairs(int i) { return reinterpret_cast<BFloat16*>(queries(i)); }
 
@@ -128,7 +129,8 @@ class AmxForward : Forward<float> {
       if (first >= to) continue;
       const int64_t from = begin + (first - begin) / kPanel * kPanel;  // whole panels of values
       with_vectors(g.vectors, [&](auto vectors) {
-        walk<decltype(vectors)::value>(i, from, to, keys_ + (from - begin) * p_.head_dim, values_ + (from - begin) / kPanel * kTile);
+        walk<decltype(vectors)::value>(i, from, to, keys_ + (from - begin) * p_.head_dim,
+                                       values_ + (from - begin) / kPanel * kTile);
       });
     }
   }
@@ -146,8 +148,8 @@ class AmxForward : Forward<float> {
     const auto place = [&](int64_t key) { return pairs_ + (key - waiting) / 2 * kLanes; };
     for (int64_t key = from; key < to; key += kStep) {
       const int64_t count = least(kStep, to - key);
-      multiply<V, false>({keys + (key - from) * p_.head_dim, kPanel, kTile, 16 * p_.head_dim}, query_pairs(i), 2 * kLanes, p_.head_dim,
-                         tile, kLanes, (count + 15) / 16 * 16);
+      multiply<V, false>({keys + (key - from) * p_.head_dim, kPanel, kTile, 16 * p_.head_dim}, query_pairs(i), 2 * kLanes,
+                         p_.head_dim, tile, kLanes, (count + 15) / 16 * 16);
       settle(g, key, key + count);
       const auto follow = [&] {
         std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
@@ -212,7 +214,8 @@ class AmxForward : Forward<float> {
   void settle(const Group<float>& g, int64_t from, int64_t to) {
     float* tile = scratch_.tile;
     if (rules_.query_factor != 1)
-      each_vector(g.vectors, to - from, tile, kLanes, [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
+      each_vector(g.vectors, to - from, tile, kLanes,
+                  [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
     const auto edge = [&](int64_t begin, int64_t end, bool partial) {
       if (begin >= end) return;
@@ -229,9 +232,9 @@ class AmxForward : Forward<float> {
     }
   }
 
-  float* const pairs_;              // [kBatch / 2][kLanes]: pairs of probabilities
+  float* const pairs_;                    // [kBatch / 2][kLanes]: pairs of probabilities
   BFloat16 *const keys_, *const values_;  // of a chunk, in tiles
-  int64_t strip_ = 0;               // from a tile of values to that of the next 16 dims
+  int64_t strip_ = 0;                     // from a tile of values to that of the next 16 dims
 };
 
 size_t amx_forward_scratch(const Problem& p, const Tiling& tiling) { return AmxForward::scratch(p, tiling); }

@@ -61,7 +61,8 @@ FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, in
 
 // exponentiate() of score.h for one lane whose scores follow each other.
 template <class Real>
-FLASH_STAGE void few_exponentiate(Real unit, Real lowest, Real* scores, int64_t keys, Real* largest, Real* total, Real* factor) {
+FLASH_STAGE void few_exponentiate(Real unit, Real lowest, Real* scores, int64_t keys, Real* largest, Real* total,
+                                  Real* factor) {
   constexpr int W = kWidth<Real>;
   constexpr Real kNone = -std::numeric_limits<Real>::infinity();
   const Vector<Real> c = set(unit), low = set(lowest);

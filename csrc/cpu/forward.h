@@ -232,8 +232,8 @@ class Forward {
     const T* keys = static_cast<const T*>(p_.key.data) + problem::offset(p_.key, s_.batch, task_.kv_head, s_.key + from);
     const T* values = static_cast<const T*>(p_.value.data) + problem::offset(p_.value, s_.batch, task_.kv_head, s_.key + from);
     const Strides at = few_plain_ ? Strides{1, kFewBlock * tiling_.keys} : Strides{kGroup<Real>, 1};
-    few_scores<Real, T>(keys, p_.key.row, to - from, p_.head_dim, queries(0), padded<Real>(p_.head_dim), g.lanes,
-                        scratch_.tile, at);
+    few_scores<Real, T>(keys, p_.key.row, to - from, p_.head_dim, queries(0), padded<Real>(p_.head_dim), g.lanes, scratch_.tile,
+                        at);
     if (few_plain_) {  // vectors along the keys
       for (int lane = 0; lane < g.lanes; ++lane)
         few_exponentiate(rules_.unit, rules_.lowest, scratch_.tile + lane * at.lane, to - from, scratch_.largest + lane,
@@ -324,7 +324,8 @@ class Forward {
   const problem::Interval interval_;
   Arena arena_;
   ForwardScratch<Real> scratch_;
-  static constexpr int64_t kFewBlock = kGroup<Real> / kFew;  // tiles of keys at a time: K and V take turns, which caches look ahead over
+  static constexpr int64_t kFewBlock =
+      kGroup<Real> / kFew;  // tiles of keys at a time: K and V take turns, which caches look ahead over
   const bool few_;
   bool few_plain_ = false;  // few lanes, of which each sees every key of the task, unmodified
   int count_ = 0;

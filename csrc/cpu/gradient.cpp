@@ -189,7 +189,8 @@ class BackwardRun {
     };
     const size_t scratch_bytes = kernels_.backward_scratch(p_, tiling_);
     const int64_t threads = std::max(1, executor_.threads);
-    if (count % threads == 0 || count >= 8 * threads) {  // heads enough: the same sums in the same order, and what they need stays in the caches
+    if (count % threads == 0 ||
+        count >= 8 * threads) {  // heads enough: the same sums in the same order, and what they need stays in the caches
       for_each(executor_, count, scratch_bytes, [&](int64_t i, void* scratch) {
         begin(i);
         for (int64_t turn = 0; turn < parts_; ++turn)
@@ -200,7 +201,8 @@ class BackwardRun {
     }
     for_each(executor_, count, 0, [&](int64_t i, void*) { begin(i); });
     for (int64_t turn = 0; turn < parts_; ++turn)
-      for_each(executor_, count * parts_, scratch_bytes, [&](int64_t i, void* scratch) { take(i / parts_, turn, i % parts_, scratch); });
+      for_each(executor_, count * parts_, scratch_bytes,
+               [&](int64_t i, void* scratch) { take(i / parts_, turn, i % parts_, scratch); });
     for_each(executor_, count, 0, [&](int64_t i, void*) { end(i); });
   }
 

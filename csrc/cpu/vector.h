@@ -292,7 +292,8 @@ struct Exp2<double> {
 // The same with what AVX-512 has for it. 2^f - 1 over f for f in [0, 1). rest, if any: then the fraction is exact, too.
 template <int N, class... Rest>
 FLASH_INLINE void exp2_by_scale(Vector<float> (&x)[N], Vector<float> c, Rest... rest) {
-  constexpr float kTerms[] = {0x1.c54186p-13f, 0x1.46d646p-10f, 0x1.3d0b92p-7f, 0x1.c68912p-5f, 0x1.ebfd58p-3f, 0x1.62e42cp-1f, 1};
+  constexpr float kTerms[] = {
+      0x1.c54186p-13f, 0x1.46d646p-10f, 0x1.3d0b92p-7f, 0x1.c68912p-5f, 0x1.ebfd58p-3f, 0x1.62e42cp-1f, 1};
   Vector<float> y[N], p[N];
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) y[i] = rounded(x[i] * c);
