@@ -74,17 +74,18 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels, int threads) 
   const int64_t kv_bytes = p.keys * (p.head_dim + p.value_dim) * size_of(p.dtype);
   const int64_t fewest = kv_bytes >= (int64_t{1} << 20) ? 8 : widened || kv_bytes > (int64_t{256} << 10) ? 4 : 1;
   int64_t groups = std::clamp<int64_t>(room, 1, 8);
-  while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups /= 2;
+  while (groups > fewest && heads * ceil_div(lanes, groups * kernels.group) < kParallel) groups = std::max(fewest, groups / 2);
   plan.tiling.lanes = std::min(groups, std::max<int64_t>(1, ceil_div(lanes, kernels.group))) * kernels.group;
   const int64_t tasks = heads * ceil_div(lanes, plan.tiling.lanes);
   if (tasks > 0 && tasks < kParallel) {  // a part costs what 24 keys cost, and nothing where reading K and V is all the work
     const int64_t part = ceil_div(p.keys, ceil_div(kParallel, tasks)), least = lanes <= kernels.group ? 512 : 2048;
     plan.part = std::max<int64_t>(least, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
   }
-  // Lanes do not depend on each other, so results do not depend on how many go together; keys are cut as above.
-  if (kernels.packs) {
+  // Lanes do not depend on each other, so results do not depend on how many go together; keys are cut as above. The more, the less often
+  // keys and values are laid out or widened.
+  if (kernels.packs || widened) {
     const int64_t all = heads * ceil_div(lanes, kernels.group), share = ceil_div(all, std::max<int64_t>(heads, 4 * threads));
-    plan.tiling.lanes = std::max(plan.tiling.lanes, std::min(4 * room, share) * kernels.group);
+    plan.tiling.lanes = std::max(plan.tiling.lanes, std::min(kernels.packs ? 4 * room : 8, share) * kernels.group);
   }
   return plan;
 }
