@@ -170,10 +170,6 @@ FLASH_INLINE void dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
 }
 
-// The unit that multiplies tiles is switched off some 700 cycles after its last product, and as many go by before the next one runs.
-// To be called every few hundred cycles of other work: a product whose sums nobody reads.
-FLASH_INLINE void stay_awake() { dot<0, 6, 7>(); }
-
 template <int V, int R>
 FLASH_INLINE void store_strip(float* c, int64_t c_bytes) {
   constexpr int W = kWidth<float>;

@@ -25,34 +25,28 @@ FLASH_INLINE void exp2_down(Vector<float> (&x)[N]) {
 }
 
 // Probabilities relative to `top` of the scores of a tile, rounded to bf16, keys paired: zero up to the next multiple of 32 keys. A tie
-// is rounded up. total takes in what they were before. False, and nothing is done, where one would be more than 2^kSlack: `top` has to
-// follow. Else it need not: larger probabilities cost no digits, and sums are rescaled rarely.
-constexpr float kSlack = 16;
+// is rounded up. total takes in what they were before.
 template <int V>
-FLASH_STAGE bool exponentiate_pairs(float unit, float* tile, int64_t keys, const float* top, float* total, float* to) {
-  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 8, kAwake = 64;
+FLASH_STAGE void exponentiate_pairs(float unit, float* tile, int64_t keys, const float* top, float* total, float* to) {
+  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 8;
   const Vector<float> none = set(-std::numeric_limits<float>::infinity()), c = set(unit);
   for (int64_t j = keys; j < panels(keys); ++j)
     for (int at = 0; at < V * W; at += W) store(tile + j * kStride + at, none);
   alignas(64) float tops[V * W], sums[V * W];
   for (int at = 0; at < V * W; at += W) {
     const Vector<float> x = load(top + at);
-    store(tops + at, (x == none ? Vector<float>{} : x) * c);  // Softmax::reference
+    store(tops + at, x == none ? Vector<float>{} : x);  // Softmax::reference
     store(sums + at, Vector<float>{});
   }
-  Vector<float> highest = none;
   const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const float* from = tile;
   for (int64_t j = 0; j < panels(keys); j += N, from += N * kStride, to += N / 2 * kStride) {
-    if (j % kAwake == kAwake / 2) stay_awake();
 #pragma GCC unroll 3
     for (int at = 0; at < V * W; at += W) {
       const Vector<float> reference = load(tops + at);
       Vector<float> x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = _mm512_fmsub_ps(load(from + i * kStride + at), c, reference);
-#pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) highest = max(x[i], highest);
+      for (int i = 0; i < N; ++i) x[i] = (load(from + i * kStride + at) - reference) * c;  // exact where it matters
       exp2_down(x);
       store(sums + at, load(sums + at) + (((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))));
 #pragma GCC unroll 4
@@ -63,16 +57,36 @@ FLASH_STAGE bool exponentiate_pairs(float unit, float* tile, int64_t keys, const
       }
     }
   }
-  stay_awake();
-  if (_mm512_cmp_ps_mask(highest, set(kSlack), _CMP_GT_OQ)) return false;
   for (int at = 0; at < V * W; at += W) store(total + at, load(total + at) + load(sums + at));
-  return true;
+}
+
+// take_largest() with chains enough to be bound by loads.
+template <int V>
+FLASH_STAGE void largest_of(const float* tile, int64_t keys, float* largest) {
+  constexpr int W = kWidth<float>, kStride = kGroup<float>, N = 4;
+  Vector<float> top[N][V];
+  for (int i = 0; i < N; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) top[i][v] = load(largest + v * W);
+  int64_t j = 0;
+  for (; j + N <= keys; j += N, tile += N * kStride)
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) top[i][v] = max(load(tile + i * kStride + v * W), top[i][v]);
+  for (; j < keys; ++j, tile += kStride)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) top[0][v] = max(load(tile + v * W), top[0][v]);
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) store(largest + v * W, max(max(top[3][v], top[2][v]), max(top[1][v], top[0][v])));
 }
 
 class AmxForward : Forward<float> {
   static constexpr int kLanes = kGroup<float>;
   static constexpr int64_t kTile = 16 * kPanel;
-  static constexpr int64_t kStep = 64, kBatch = 256;  // keys of a tile of scores, and of one product with values
+  // Keys of a tile of scores. The unit that multiplies is switched off some 700 cycles after its last product, and as many go by before
+  // the next one runs, so phases are long; the maximum is followed, as then the largest probabilities lose least by rounding.
+  static constexpr int64_t kStep = 256;
 
  public:
   static bool takes(const ForwardTask& task) {
@@ -81,13 +95,13 @@ class AmxForward : Forward<float> {
            task.lane_end - task.lane_begin > kFew;
   }
   static size_t scratch(const Problem& p, const Tiling& tiling) {
-    return forward_scratch<float>(p, tiling) + kBatch / 2 * kLanes * sizeof(float) +
+    return forward_scratch<float>(p, tiling) + kStep * kLanes * sizeof(float) +
            chunk_of(p) * (p.head_dim + p.value_dim) * sizeof(BFloat16) + 3 * kAlign;
   }
 
   AmxForward(const ForwardTask& task, const Tiling& tiling, void* memory)
       : Forward(task, tiling, memory),
-        pairs_(arena_.take<float>(kBatch / 2 * kLanes)),
+        tile_(arena_.take<float>(kStep * kLanes)),
         keys_(arena_.take<BFloat16>(chunk_of(p_) * p_.head_dim)),
         values_(arena_.take<BFloat16>(chunk_of(p_) * p_.value_dim)) {}
 
@@ -135,73 +149,58 @@ class AmxForward : Forward<float> {
     }
   }
 
-  // Keys [from, to) for group i. Probabilities wait until there are kBatch keys of them, as sums are long in coming and going.
+  // Keys [from, to) for group i.
   template <int V>
   void walk(int i, int64_t from, int64_t to, const BFloat16* keys, const BFloat16* values) {
     const Group<float>& g = scratch_.groups[i];
-    float *tile = scratch_.tile, *top = scratch_.largest + i * kLanes, *total = scratch_.total + i * kLanes;
-    int64_t waiting = from;  // the first key whose probabilities wait
-    const auto add = [&](int64_t end) {
-      if (waiting < end) this->add<V>(i, end - waiting, values + (waiting - from) / kPanel * kTile);
-      waiting = end;
-    };
-    const auto place = [&](int64_t key) { return pairs_ + (key - waiting) / 2 * kLanes; };
+    float *tile = tile_, *top = scratch_.largest + i * kLanes, *total = scratch_.total + i * kLanes;
     for (int64_t key = from; key < to; key += kStep) {
       const int64_t count = least(kStep, to - key);
       multiply<V, false>({keys + (key - from) * p_.head_dim, kPanel, kTile, 16 * p_.head_dim}, query_pairs(i), 2 * kLanes,
                          p_.head_dim, tile, kLanes, (count + 15) / 16 * 16);
       settle(g, key, key + count);
-      const auto follow = [&] {
-        std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
-        take_largest(V, count, tile, scratch_.now);
-        add(key);
-        rescale<V>(i, top, total);
-      };
-      if (blank<V>(top)) follow();
+      follow<V>(i, count, top, total);
       if (rules_.dropped) {
-        follow();
         exponentiate<float, V>(rules_.unit, rules_.lowest, tile, count, top, top, total, scratch_.factor);
-        dropout_tile(rules_, g, s_.batch, key, count, scratch_.keep);
-        drop<float>(V, scratch_.keep, count, tile);
-        pair_tile(tile, kLanes, count, V, place(key));
-      } else if (!exponentiate_pairs<V>(rules_.unit, tile, count, top, total, place(key))) {
-        follow();
-        exponentiate_pairs<V>(rules_.unit, tile, count, top, total, place(key));
+        in_pieces(key, key + count, [&](int64_t begin, int64_t end) {
+          dropout_tile(rules_, g, s_.batch, begin, end - begin, scratch_.keep);
+          drop<float>(V, scratch_.keep, end - begin, tile + (begin - key) * kLanes);
+        });
+        pair_tile(tile, kLanes, count, V, tile);
+      } else {
+        exponentiate_pairs<V>(rules_.unit, tile, count, top, total, tile);
       }
-      if (key + count - waiting == kBatch) add(key + count);
+      add<V>(i, count, values + (key - from) / kPanel * kTile);
     }
-    add(to);
   }
 
-  // Whether some lane has seen no score yet.
+  // The largest scores, and sums relative to them.
   template <int V>
-  static bool blank(const float* top) {
-    __mmask16 found = 0;
-    for (int at = 0; at < V * kWidth<float>; at += kWidth<float>)
-      found |= _mm512_cmp_ps_mask(load(top + at), set(-std::numeric_limits<float>::infinity()), _CMP_EQ_OQ);
-    return found != 0;
-  }
-  // What lanes are relative to becomes scratch_.now.
-  template <int V>
-  void rescale(int i, float* top, float* total) {
+  void follow(int i, int64_t count, float* top, float* total) {
+    constexpr int W = kWidth<float>;
+    std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
+    largest_of<V>(tile_, count, scratch_.now);
     const Vector<float> c = set(rules_.unit), low = set(rules_.lowest);
-    for (int at = 0; at < V * kWidth<float>; at += kWidth<float>) {
+    __mmask16 moved = 0;
+    for (int at = 0; at < V * W; at += W) {
       const Vector<float> old = load(top + at), now = load(scratch_.now + at);
-      const Vector<float> factor = old == now ? set(1.0f) : exp2<float>(old - now, c, low);
+      const __mmask16 other = _mm512_cmp_ps_mask(old, now, _CMP_NEQ_OQ);
+      const Vector<float> factor = _mm512_mask_blend_ps(other, set(1.0f), exp2<float>(old - now, c, low));
+      moved |= other;
       store(top + at, now);
       store(total + at, load(total + at) * factor);
       store(scratch_.factor + at, factor);
     }
-    if (scratch_.started[i])
+    if (moved && scratch_.started[i])
       each_vector(V, p_.value_dim, sums(i), kLanes,
                   [&](int at) { return [factor = load(scratch_.factor + at)](auto x, int64_t) { return x * factor; }; });
   }
 
-  // Sums take in the values of the `count` keys whose probabilities wait.
+  // Sums take in the values of `count` keys.
   template <int V>
   void add(int i, int64_t count, const BFloat16* values) {
     const Left left{values, kPanel, kTile, strip_};
-    const BFloat16* pairs = reinterpret_cast<const BFloat16*>(pairs_);
+    const BFloat16* pairs = reinterpret_cast<const BFloat16*>(tile_);
     if (scratch_.started[i]) {
       multiply<V, true>(left, pairs, 2 * kLanes, panels(count), sums(i), kLanes, p_.value_dim);
     } else {
@@ -210,18 +209,25 @@ class AmxForward : Forward<float> {
     scratch_.started[i] = true;
   }
 
+  // f(begin, end) over pieces as long as what scratch_ has room for beside a tile.
+  template <class F>
+  void in_pieces(int64_t begin, int64_t end, const F& f) const {
+    for (; begin < end; begin += tiling_.keys) f(begin, least(begin + tiling_.keys, end));
+  }
+
   // Modifiers and masks. Without modifiers only keys that some row does not see need them.
   void settle(const Group<float>& g, int64_t from, int64_t to) {
-    float* tile = scratch_.tile;
+    float* tile = tile_;
     if (rules_.query_factor != 1)
       each_vector(g.vectors, to - from, tile, kLanes,
                   [&](int) { return [=, this](auto x, int64_t) { return x * rules_.query_factor; }; });
     const problem::Span all = interval_.common(g.row_begin, g.row_end);
-    const auto edge = [&](int64_t begin, int64_t end, bool partial) {
-      if (begin >= end) return;
-      if (p_.mask.data) mask_tile(p_, g, begin, end - begin, scratch_.bias);
-      adjust<float>(rules_, g, Bounds<float>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr, partial,
-                    end - begin, tile + (begin - from) * kLanes, kLanes, nullptr);
+    const auto edge = [&](int64_t first, int64_t last, bool partial) {
+      in_pieces(first, last, [&](int64_t begin, int64_t end) {
+        if (p_.mask.data) mask_tile(p_, g, begin, end - begin, scratch_.bias);
+        adjust<float>(rules_, g, Bounds<float>(g, interval_, begin, end - begin), p_.mask.data ? scratch_.bias : nullptr,
+                      partial, end - begin, tile + (begin - from) * kLanes, kLanes, nullptr);
+      });
     };
     if (rules_.modified) {
       edge(from, to, from < all.first || to > all.last);
@@ -232,7 +238,7 @@ class AmxForward : Forward<float> {
     }
   }
 
-  float* const pairs_;                    // [kBatch / 2][kLanes]: pairs of probabilities
+  float* const tile_;                     // [kStep][kLanes]: scores, then pairs of probabilities
   BFloat16 *const keys_, *const values_;  // of a chunk, in tiles
   int64_t strip_ = 0;                     // from a tile of values to that of the next 16 dims
 };
