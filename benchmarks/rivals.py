@@ -148,5 +148,7 @@ RIVALS = {
 
 def choose(names: list[str], device: str) -> tuple[list[Rival], dict[str, str]]:
     """The rivals that can run here, and why the others cannot."""
+    if unknown := [name for name in names if name not in RIVALS]:
+        raise SystemExit(f"--rivals: {', '.join(unknown)}: unknown; known are {', '.join(RIVALS)}")
     absent = {name: why for name in names if (why := RIVALS[name].absent(device))}
     return [RIVALS[name] for name in names if name not in absent], absent

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config  # torch itself imports it with the first compilation
 
 from flash_attn_ext._progress import Progress
 
@@ -59,7 +60,7 @@ class Training:
             self.model = GPT(args.layers, args.width, args.heads, args.context, args.dropout, name, vocabulary)
         if args.compile:
             # Its key knows nothing of SDPA's backends: the second of two would get the graph of the first.
-            torch._functorch.config.enable_autograd_cache = False
+            functorch_config.enable_autograd_cache = False
             self.model.compile_blocks()
         fused = args.device == "cuda"
         self.optimizer = torch.optim.AdamW(

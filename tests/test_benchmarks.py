@@ -101,6 +101,11 @@ NCU = """==PROF== Connected to process 1234
 """
 
 
+def test_unknown_rival_is_named():
+    with pytest.raises(SystemExit, match="nobody: unknown; known are ours,"):
+        cli.main(["host", "--device", "cpu", "--rivals", "ours", "nobody"])
+
+
 def test_ncu_table_is_cut_at_the_markers():
     read, write = traffic.METRICS
     assert traffic.parse(NCU) == [{read: 1000234.0, write: 506.0, "kernels": 2}, {read: 77.0, write: 8.0, "kernels": 1}]

@@ -74,6 +74,20 @@ def test_attention_is_causal_and_chosen():
         block(x)
 
 
+def test_compile_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """--compile from a fresh process's state: the curves stay what they are without it."""
+    from torch._functorch import config
+
+    monkeypatch.setattr(config, "enable_autograd_cache", True)
+    compile_blocks = gpt.GPT.compile_blocks
+    monkeypatch.setattr(gpt.GPT, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    arguments = [*TINY, "--attention", "ours", "sdpa", "--steps", "3", "--device", "cpu", "--out", str(tmp_path)]
+    plain, compiled = train_gpt.main(arguments), train_gpt.main([*arguments, "--compile"])
+    assert not config.enable_autograd_cache
+    for name in ("ours", "sdpa"):
+        assert compiled[name].losses == pytest.approx(plain[name].losses, abs=1e-5)
+
+
 def test_compiled_training_under_autocast(device: str):
     """Compiled layers learn what uncompiled ones do, attentions keep graphs of their own, and layers share them."""
     from torch._dynamo.testing import CompileCounterWithBackend
