@@ -23,6 +23,7 @@ SUITES = {
     "decode": "one query row per sequence against a long cache",
     "host": "host time of one call",
     "memory": "peak extra memory over the length",
+    "long": "one sequence of a million tokens, forward and backward, with its peak memory",
     "cpu": "forward and backward on the CPU",
     "features": "what a feature costs beside dense attention",
     "errors": "errors against fp64 of the output and of each gradient",

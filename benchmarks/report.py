@@ -163,6 +163,16 @@ def cpu(rows: list[Row]) -> Iterable[str]:
     yield markdown(header, [[format_number(row[column]) for column in header] for row in rows])
 
 
+def long(rows: list[Row]) -> Iterable[str]:
+    def key(row: Row) -> tuple[str, ...]:
+        return row["dtype"], row["rows"], f"{row['heads']}/{row['kv_heads']}", row["head_dim"], row["direction"]
+
+    yield "TFLOP/s of one causal sequence, and GiB at the peak of forward and backward with all tensors"
+    header = ("dtype", "S", "heads q/kv", "D", "direction")
+    yield beside(rows, key, "tflops", header, "highest")
+    yield beside(rows, key, "peak_gib", header, "lowest")
+
+
 def gpt(rows: list[Row]) -> Iterable[str]:
     yield "tokens per second of whole training steps, and GiB at the peak"
     header = ("layers x width", "S", "B", "dtype", "compiled")
@@ -176,7 +186,7 @@ def gpt(rows: list[Row]) -> Iterable[str]:
 
 TABLES: dict[str, Callable[[list[Row]], Iterable[str]]] = {
     "train": train, "decode": decode, "host": host, "memory": memory, "features": features, "traffic": traffic,
-    "cpu": cpu, "errors": errors, "gpt": gpt,
+    "cpu": cpu, "errors": errors, "gpt": gpt, "long": long,
 }  # fmt: skip
 
 

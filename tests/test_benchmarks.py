@@ -20,6 +20,7 @@ SUITES = {
     "host": "--dtype fp32 --calls 3",
     "memory": "--dtypes fp32 --heads 2 --head-dim 16 --lengths 64 128",
     "errors": "--dtypes fp32 bf16 --head-dims 16 --lengths 40",
+    "long": "--dtype fp32 --length 1500 --heads 4 --kv-heads 2 --head-dim 16",
 }
 
 
