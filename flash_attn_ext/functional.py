@@ -228,7 +228,6 @@ def attention_decode(
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference"; pages: Kwon et al. 2023, "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", section 4.1.
     """
-    span = interval(causal, window, bottom_right=True)
     if torch.is_autocast_enabled(query.device.type):
         query, k_new, v_new = (None if x is None else x.to(k_cache.dtype) for x in (query, k_new, v_new))  # type: ignore[assignment]
     appended = 0
@@ -239,11 +238,19 @@ def attention_decode(
         torch.ops.flash.cache_append_(
             k_cache, v_cache, k_new.detach(), v_new.detach(), cache_seqlens, block_table, cache_batch_idx
         )
+    given: dict[str, Any] = {}  # every argument that the operator gets costs the host half a microsecond
+    if causal is not False or window is not None:
+        span = interval(causal, window, bottom_right=True)
+        given |= {"window_left": span.left, "window_right": span.right, "bottom_right": span.bottom_right}
+    if appended > 0:
+        given["appended"] = appended
+    if scale is not None:
+        given["scale"] = scale
+    if softcap != 0.0:
+        given["softcap"] = softcap
     out, lse = torch.ops.flash.attention_decode(
-        query, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad, alibi_slopes, sinks,
-        appended=appended, window_left=span.left, window_right=span.right, bottom_right=span.bottom_right, scale=scale,
-        softcap=softcap,
-    )  # fmt: skip
+        query, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad, alibi_slopes, sinks, **given
+    )
     return (out, lse) if return_lse else out
 
 
