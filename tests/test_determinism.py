@@ -16,10 +16,18 @@ SHAPES = [
     Case("decode", batch=1, heads=2, rows=1, keys=5000, head_dim=64),
     *COMBINED,
 ]
+# What a thread count of no divisor of batch * kv_heads cuts into parts: blocks and tiles must stay those of the whole head.
+CUT = [
+    Case("cut", batch=1, heads=1, rows=1300, keys=1100, head_dim=32),
+    Case("cut-causal", batch=1, heads=2, rows=1100, head_dim=64, right=0),
+    Case("cut-window", batch=1, heads=3, rows=900, keys=1500, head_dim=32, left=150, right=30, bottom_right=True),
+    Case("cut-grouped", batch=1, heads=7, kv_heads=1, rows=900, keys=700, head_dim=32, right=0),
+    Case("cut-unseen", batch=1, heads=1, rows=1500, keys=600, head_dim=32, left=100, right=-200),
+]
 
 
 @pytest.mark.parametrize("dtype", TWO_TYPES, ids=dtype_name)
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", [*SHAPES, *CUT], ids=str)
 def test_thread_count(case: Case, dtype: torch.dtype):
     inputs = make_inputs(case, dtype, "cpu")
     expected = None

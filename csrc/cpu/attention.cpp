@@ -82,8 +82,8 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels, int threads) 
     plan.part = std::max<int64_t>(least, ceil_div(part, plan.tiling.keys) * plan.tiling.keys);
   }
   // Lanes do not depend on each other, so results do not depend on how many go together; keys are cut as above. The more, the less often
-  // keys and values are laid out or widened.
-  if (kernels.packs || widened) {
+  // keys and values are laid out or widened. Under a window tiles of keys begin with the first that any of the lanes sees.
+  if ((kernels.packs || widened) && p.left == problem::kOpen) {
     const int64_t all = heads * ceil_div(lanes, kernels.group), share = ceil_div(all, std::max<int64_t>(heads, 4 * threads));
     plan.tiling.lanes = std::max(plan.tiling.lanes, std::min(kernels.packs ? 4 * room : 8, share) * kernels.group);
   }
