@@ -136,27 +136,29 @@ class Backward : protected Differentiator<Real> {
   virtual ~Backward() = default;
 
   void run() {
-    for (const Range& rows : task_.rows)
-      for (int64_t lane = rows.begin * heads_; lane < rows.end * heads_; lane += tiling_.lanes)
-        lanes(lane, least(lane + tiling_.lanes, rows.end * heads_));
+    const int64_t begin = task_.rows.begin * heads_, end = task_.rows.end * heads_, step = tiling_.lanes;
+    for (int64_t lane = begin + (end - begin + step - 1) / step * step - step; lane >= begin; lane -= step)
+      lanes(lane, least(lane + step, end));
   }
 
  protected:
   void lanes(int64_t begin, int64_t end) {
     lanes_ = end - begin;
     count_ = 0;
+    const problem::Span seen = interval_.rows(begin / heads_, (end - 1) / heads_ + 1);
+    const int64_t first = most(seen.first, task_.keys.begin), last = least(seen.last, task_.keys.end);
+    if (first >= last && task_.keys.begin > 0) return;  // from key 0 on there may be zeros to write
     for (int64_t lane = begin; lane < end; lane += kGroup<Real>, ++count_) {
       fill_group(scratch_.groups[count_], p_, s_, task_.kv_head, heads_, lane, least(lane + kGroup<Real>, end));
-      scratch_.started[count_] = false;
       this->load_statistics(count_, static_cast<Real>(p_.scale), static_cast<const Real*>(task_.delta));
+      load_sums(count_);
     }
     load();
-    first_row_ = scratch_.groups[0].row_begin;
     first_lane_ = begin;
-    const problem::Span seen = interval_.rows(first_row_, scratch_.groups[count_ - 1].row_end);
-    for (const Range& keys : task_.keys) {
-      const int64_t first = most(seen.first, keys.begin), last = least(seen.last, keys.end);
-      for (int64_t key = first; key < last; key += tiling_.keys) block(key, least(key + tiling_.keys, last));
+    for (int64_t key = first; key < last;) {  // tiles end where those of the whole head end
+      const int64_t next = least((key / tiling_.keys + 1) * tiling_.keys, last);
+      block(key, next);
+      key = next;
     }
     if (task_.gradients->dquery.data)
       with_real_type<Real>(p_.dtype, [&](auto tag) {
@@ -189,6 +191,21 @@ class Backward : protected Differentiator<Real> {
       pack<Real, Real>(natural_query, 0, p_.head_dim, g.vectors, rules_.query_factor, this->queries(i));
       pack<Real, Real>(natural_dout, 0, p_.value_dim, g.vectors, static_cast<Real>(p_.scale), this->douts(i));
     }
+  }
+
+  // dQ of the keys that came before this task's.
+  void load_sums(int i) {
+    const Group<Real>& g = scratch_.groups[i];
+    const problem::Span seen = interval_.rows(g.row_begin, g.row_end);
+    scratch_.started[i] = seen.first < least(seen.last, task_.keys.begin);
+    if (!task_.dquery || !scratch_.started[i]) return;
+    Real* rows[kGroup<Real>];
+    sum_rows(g, rows);
+    pack<Real, Real>(rows, 0, p_.head_dim, g.vectors, Real(1), dqueries(i));
+  }
+  void sum_rows(const Group<Real>& g, Real** rows) const {
+    for (int i = 0; i < kGroup<Real>; ++i)
+      rows[i] = static_cast<Real*>(task_.dquery) + g.head[i] * task_.dquery_head + g.row[i] * task_.dquery_row;
   }
 
   Real* dqueries(int i) { return scratch_.dqueries + i * kGroup<Real> * p_.head_dim; }
@@ -277,19 +294,18 @@ class Backward : protected Differentiator<Real> {
     if (!scratch_.started[i]) std::memset(dqueries(i), 0, sizeof(Real) * kGroup<Real> * p_.head_dim);
     if (task_.dquery) {
       Real* rows[kGroup<Real>];
-      for (int lane = 0; lane < g.lanes; ++lane)
-        rows[lane] = static_cast<Real*>(task_.dquery) + g.head[lane] * task_.dquery_head + g.row[lane] * task_.dquery_row;
-      unpack<Real, Real, true>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
+      sum_rows(g, rows);
+      unpack<Real, Real>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
     } else {
       T* rows[kGroup<Real>];
       lane_rows(g, task_.gradients->dquery, s_, rows);
-      unpack<Real, T, false>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
+      unpack<Real, T>(dqueries(i), p_.head_dim, g.lanes, ones, rows);
     }
   }
 
   const BackwardTask& task_;
   const int64_t heads_;
-  int64_t lanes_ = 0, first_row_ = 0, first_lane_ = 0;
+  int64_t lanes_ = 0, first_lane_ = 0;
   int count_ = 0;
 };
 

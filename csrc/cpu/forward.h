@@ -304,7 +304,7 @@ class Forward {
       if (few_) {
         few_store<Real, Real>(sums(i), stride, p_.value_dim, g.lanes, factor, part);
       } else {
-        unpack<Real, Real, false>(sums(i), p_.value_dim, g.lanes, factor, part);
+        unpack<Real, Real>(sums(i), p_.value_dim, g.lanes, factor, part);
       }
       return;
     }
@@ -312,7 +312,7 @@ class Forward {
     if (few_) {
       few_store<Real, T>(sums(i), stride, p_.value_dim, g.lanes, factor, out);
     } else {
-      unpack<Real, T, false>(sums(i), p_.value_dim, g.lanes, factor, out);
+      unpack<Real, T>(sums(i), p_.value_dim, g.lanes, factor, out);
     }
   }
 

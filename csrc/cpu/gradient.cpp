@@ -1,6 +1,10 @@
 // cpu/gradient.cpp: backward, cut into tasks. No atomics: every element of a gradient is added to by one task at a time, in an
 // order that the problem fixes.
+#include <atomic>
 #include <cmath>
+#include <condition_variable>
+#include <mutex>
+#include <numeric>
 #include <vector>
 
 #include "cpu/schedule.h"
@@ -14,10 +18,36 @@ using problem::Problem;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// dK and dV of one kv head of one sequence are summed over query blocks. Where there are many such heads each is one task.
-// Else rows and keys are cut into `parts` parts each, and a round gives part r of the rows part r + round of the keys: within a
-// round no two tasks touch the same sums, and there is a barrier between rounds. A part is a pair of chunks (i, 2 parts - 1 - i),
-// so parts cost the same under a causal mask.
+// How far each of several runs of tasks has come.
+class Progress {
+ public:
+  explicit Progress(int64_t runs) : done_(runs) {}
+
+  void wait(int64_t run, int64_t least) {
+    for (int spins = 0; spins < 10'000; ++spins)  // some microseconds: going to sleep costs more
+      if (done_[run].load(std::memory_order_acquire) >= least) return;
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return done_[run].load(std::memory_order_acquire) >= least; });
+  }
+  void set(int64_t run, int64_t done) {
+    {
+      const std::lock_guard lock(mutex_);
+      done_[run].store(done, std::memory_order_release);
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  std::vector<std::atomic<int64_t>> done_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// dK and dV of one kv head of one sequence are summed over blocks of rows, the last rows first; dQ over tiles of keys, the first keys
+// first. Where there are heads enough for the threads each is one task. Else its rows and keys are cut into `parts` parts each, and
+// part r of the rows meets part k of the keys after part r + 1 of the rows met k and r met k - 1: that leaves every sum its order, so
+// that the results depend neither on the threads nor on the parts. From the last rows on, because the longest rows of a causal mask
+// are the first that may begin, and no row waits for shorter ones.
 class BackwardRun {
  public:
   BackwardRun(const Problem& p, const Gradients& g, const Executor& executor)
@@ -29,13 +59,17 @@ class BackwardRun {
         (int64_t{512} << 10) / (kernels_.group * std::max<int64_t>(1, 3 * p.head_dim + 2 * p.value_dim) * real_);
     tiling_.lanes =
         std::min(std::clamp<int64_t>(room, 1, 4), std::max<int64_t>(1, ceil_div(lanes, kernels_.group))) * kernels_.group;
-    parts_ = std::max<int64_t>(1, std::min(ceil_div(kParallel, p.batch * p.kv_heads), std::min(p.rows, p.keys) / 512));
+    rows_step_ = tiling_.lanes / std::gcd(tiling_.lanes, p.heads / p.kv_heads);
+    const int64_t heads = p.batch * p.kv_heads, threads = std::max(1, executor.threads);
+    if (heads % threads != 0 && heads < 8 * threads)
+      parts_ = std::min({ceil_div(4 * threads, heads), p.rows / rows_step_, p.keys / kLeastKeys});
+    if (parts_ < 3) parts_ = 1;  // three of the four cells of two parts wait for each other
     dkey_stride_ = ceil_div(p.head_dim, kernels_.width) * kernels_.width;
     dvalue_stride_ = ceil_div(p.value_dim, kernels_.width) * kernels_.width;
     const bool real_output = size_of(p.dtype) == real_;
     dkey_space_ = g.dkey.data == nullptr || (real_output && dkey_stride_ == p.head_dim) ? 0 : dkey_stride_;
     dvalue_space_ = g.dvalue.data == nullptr || (real_output && dvalue_stride_ == p.value_dim) ? 0 : dvalue_stride_;
-    dquery_space_ = g.dquery.data == nullptr || parts_ == 1 || real_output ? 0 : p.head_dim;
+    dquery_space_ = g.dquery.data == nullptr || real_output ? 0 : p.head_dim;
   }
 
   void run() {
@@ -44,13 +78,15 @@ class BackwardRun {
       if (parts_ == 1) {
         whole_heads();
       } else {
-        rounds();
+        cells();
       }
     }
     if (g_.dmask) mask();
   }
 
  private:
+  static constexpr int64_t kLeastKeys = 128;  // of a part: each loads its rows anew
+
   void delta() {
     delta_ = g_.delta;
     if (delta_ == nullptr) {
@@ -85,26 +121,36 @@ class BackwardRun {
     task.dvalue_stride = dvalue_space_ ? dvalue_space_ : g_.dvalue.row;
     return task;
   }
+  // Before and after the sums of dK and dV of the task's keys.
   void clear(const BackwardTask& task) const {
-    for (int64_t j = 0; j < task.sequence.keys; ++j) {
+    for (int64_t j = task.keys.begin; j < task.keys.end; ++j) {
       if (task.dkey) std::memset(static_cast<char*>(task.dkey) + j * task.dkey_stride * real_, 0, dkey_stride_ * real_);
       if (task.dvalue) std::memset(static_cast<char*>(task.dvalue) + j * task.dvalue_stride * real_, 0, dvalue_stride_ * real_);
     }
   }
   void round(const BackwardTask& task) const {
     const auto& s = task.sequence;
-    if (dkey_space_)
-      kernels_.narrow(task.dkey, dkey_space_, s.keys, p_.head_dim, p_.dtype, at(g_.dkey, s.batch, task.kv_head, s.key),
-                      g_.dkey.row);
-    if (dvalue_space_)
-      kernels_.narrow(task.dvalue, dvalue_space_, s.keys, p_.value_dim, p_.dtype, at(g_.dvalue, s.batch, task.kv_head, s.key),
-                      g_.dvalue.row);
+    const auto narrow = [&](const void* sums, int64_t space, int64_t dim, const problem::Array& to) {
+      if (space)
+        kernels_.narrow(static_cast<const char*>(sums) + task.keys.begin * space * real_, space,
+                        task.keys.end - task.keys.begin, dim, p_.dtype, at(to, s.batch, task.kv_head, s.key + task.keys.begin),
+                        to.row);
+    };
+    narrow(task.dkey, dkey_space_, p_.head_dim, g_.dkey);
+    narrow(task.dvalue, dvalue_space_, p_.value_dim, g_.dvalue);
+  }
+  void round_query(const BackwardTask& task) const {
+    const int64_t group = p_.heads / p_.kv_heads;
+    for (int64_t h = task.kv_head * group; dquery_space_ && h < (task.kv_head + 1) * group; ++h)
+      for (int64_t row = task.rows.begin; row < task.rows.end; ++row)
+        kernels_.narrow(static_cast<char*>(task.dquery) + (h * task.dquery_head + row * task.dquery_row) * real_, 0, 1,
+                        p_.head_dim, p_.dtype, at(g_.dquery, task.sequence.batch, h, task.sequence.row + row), 0);
   }
 
   struct Head {
     problem::Sequence sequence;
     int64_t kv_head;
-    BackwardTask task;  // of rounds
+    BackwardTask task;  // of cells
   };
   std::vector<Head> heads() const {
     std::vector<Head> result;
@@ -122,21 +168,21 @@ class BackwardRun {
              [&](int64_t i, void* scratch) {
                char* sums = static_cast<char*>(scratch) + scratch_bytes;
                BackwardTask task = head_task(all[i].sequence, all[i].kv_head, sums, sums + dkey_bytes);
-               task.rows[0] = {0, task.sequence.rows};
-               task.keys[0] = {0, task.sequence.keys};
+               task.rows = {0, task.sequence.rows};
+               task.keys = {0, task.sequence.keys};
                clear(task);
                kernels_.backward(task, tiling_, scratch);
                round(task);
              });
   }
 
-  // Chunk `i` of 2 * parts_, which begins at a multiple of `step` for the tasks' inner blocks to be whole.
-  Range chunk(int64_t length, int64_t i, int64_t step) const {
-    const auto bound = [&](int64_t k) { return std::min(length, (length * k / (2 * parts_) + step / 2) / step * step); };
-    return {bound(i), i + 1 == 2 * parts_ ? length : bound(i + 1)};
+  // Part `i`, which begins at a multiple of `step` for the blocks of a task to be those of the whole head.
+  Range part(int64_t length, int64_t i, int64_t step) const {
+    const auto bound = [&](int64_t k) { return std::min(length, (length * k / parts_ + step / 2) / step * step); };
+    return {bound(i), i + 1 == parts_ ? length : bound(i + 1)};
   }
 
-  void rounds() {
+  void cells() {
     std::vector<Head> all = heads();
     const int64_t keys = p_.packed() ? p_.total_keys : p_.batch * p_.keys,
                   rows = p_.packed() ? p_.total_rows : p_.batch * p_.rows;
@@ -159,51 +205,31 @@ class BackwardRun {
         head.task.dquery_row = g_.dquery.row;
       }
     }
-    const int64_t group = p_.heads / p_.kv_heads;
-    const auto each_query_row = [&](const BackwardTask& task, const auto& body) {
-      for (int64_t h = task.kv_head * group; task.dquery && h < (task.kv_head + 1) * group; ++h)
-        for (int64_t i = 0; i < task.sequence.rows; ++i)
-          body(h, i, static_cast<char*>(task.dquery) + (h * task.dquery_head + i * task.dquery_row) * real_);
+    const int64_t count = static_cast<int64_t>(all.size());
+    struct Cell {
+      int64_t head, turn, keys;  // turn 0 has the last rows
     };
-    const int64_t count = static_cast<int64_t>(all.size()), rows_step = std::max<int64_t>(1, tiling_.lanes / group);
-    const auto begin = [&](int64_t i) {
-      clear(all[i].task);
-      each_query_row(all[i].task, [&](int64_t, int64_t, char* row) { std::memset(row, 0, p_.head_dim * real_); });
-    };
-    const auto take = [&](int64_t i, int64_t turn, int64_t rows_part, void* scratch) {
-      BackwardTask task = all[i].task;
-      const int64_t keys_part = (rows_part + turn) % parts_, last = 2 * parts_ - 1;
-      task.rows[0] = chunk(task.sequence.rows, rows_part, rows_step);
-      task.rows[1] = chunk(task.sequence.rows, last - rows_part, rows_step);
-      task.keys[0] = chunk(task.sequence.keys, keys_part, tiling_.keys);
-      task.keys[1] = chunk(task.sequence.keys, last - keys_part, tiling_.keys);
-      kernels_.backward(task, tiling_, scratch);
-    };
-    const auto end = [&](int64_t i) {
-      const BackwardTask& task = all[i].task;
-      round(task);
-      if (dquery_space_)
-        each_query_row(task, [&](int64_t h, int64_t row, const char* from) {
-          kernels_.narrow(from, 0, 1, p_.head_dim, p_.dtype, at(g_.dquery, task.sequence.batch, h, task.sequence.row + row), 0);
-        });
-    };
-    const size_t scratch_bytes = kernels_.backward_scratch(p_, tiling_);
-    const int64_t threads = std::max(1, executor_.threads);
-    if (count % threads == 0 ||
-        count >= 8 * threads) {  // heads enough: the same sums in the same order, and what they need stays in the caches
-      for_each(executor_, count, scratch_bytes, [&](int64_t i, void* scratch) {
-        begin(i);
-        for (int64_t turn = 0; turn < parts_; ++turn)
-          for (int64_t part = 0; part < parts_; ++part) take(i, turn, part, scratch);
-        end(i);
-      });
-      return;
-    }
-    for_each(executor_, count, 0, [&](int64_t i, void*) { begin(i); });
-    for (int64_t turn = 0; turn < parts_; ++turn)
-      for_each(executor_, count * parts_, scratch_bytes,
-               [&](int64_t i, void* scratch) { take(i / parts_, turn, i % parts_, scratch); });
-    for_each(executor_, count, 0, [&](int64_t i, void*) { end(i); });
+    std::vector<Cell> order;  // what a cell waits for stands before it
+    for (int64_t sum = 0; sum < 2 * parts_ - 1; ++sum)
+      for (int64_t head = 0; head < count; ++head)
+        for (int64_t turn = std::max<int64_t>(0, sum - parts_ + 1); turn <= std::min(sum, parts_ - 1); ++turn)
+          order.push_back({head, turn, sum - turn});
+    Progress met(count * parts_);  // [head][turn]: parts of keys that these rows have met
+    for_each(executor_, static_cast<int64_t>(order.size()), kernels_.backward_scratch(p_, tiling_),
+             [&](int64_t i, void* scratch) {
+               const auto [head, turn, keys_part] = order[i];
+               const int64_t own = head * parts_ + turn;
+               met.wait(own, keys_part);
+               if (turn > 0) met.wait(own - 1, keys_part + 1);
+               BackwardTask task = all[head].task;
+               task.rows = part(task.sequence.rows, parts_ - 1 - turn, rows_step_);
+               task.keys = part(task.sequence.keys, keys_part, tiling_.keys);
+               if (turn == 0) clear(task);
+               kernels_.backward(task, tiling_, scratch);
+               if (turn == parts_ - 1) round(task);
+               if (keys_part == parts_ - 1) round_query(task);
+               met.set(own, keys_part + 1);
+             });
   }
 
   void mask() {
@@ -231,7 +257,8 @@ class BackwardRun {
   const Kernels& kernels_;
   const int64_t real_;  // bytes
   Tiling tiling_;
-  int64_t parts_;
+  int64_t rows_step_;  // rows of a whole number of blocks
+  int64_t parts_ = 1;
   int64_t dkey_stride_, dvalue_stride_;  // elements of a row of sums
   int64_t dkey_space_, dvalue_space_,
       dquery_space_;  // the same where sums need a workspace, else 0: they are kept in the output

@@ -31,17 +31,18 @@ struct Range {
   int64_t begin, end;
 };
 
-// Gradients of some rows and some keys of one kv head. Two ranges each: zigzag parts have equal work under a causal mask.
+// Gradients of some rows and some keys of one kv head. Parts of the rows are taken last first, parts of the keys first first.
 struct BackwardTask {
   const problem::Problem* problem;
   const problem::Gradients* gradients;
   problem::Sequence sequence;
   int64_t kv_head;
-  Range rows[2], keys[2];
+  Range rows, keys;
   const void* delta;                   // Real, laid out as lse
   void *dkey, *dvalue;                 // Real [keys of the sequence][stride], added to; null: not wanted
   int64_t dkey_stride, dvalue_stride;  // rows hold head_dim and value_dim rounded up to kernels().width
-  void* dquery;                        // Real, at row 0 of head 0 of the sequence, added to; null: gradients->dquery is written
+  void* dquery;  // Real, at row 0 of head 0 of the sequence: sums over the keys so far; null: the keys are
+                 // all, and gradients->dquery is written
   int64_t dquery_head, dquery_row;
 };
 

@@ -229,8 +229,8 @@ FLASH_STAGE void pack(const T* const* rows, int64_t from, int64_t count, int vec
     }
 }
 
-// rows[lane][d] = from[d][lane] * factor[lane] for `lanes` lanes; kAdd: added to what is there.
-template <class Real, class T, bool kAdd>
+// rows[lane][d] = from[d][lane] * factor[lane] for `lanes` lanes.
+template <class Real, class T>
 FLASH_STAGE void unpack(const Real* from, int64_t dim, int lanes, const Real* factor, T* const* rows) {
   constexpr int W = kWidth<Real>;
   for (int first = 0; first < lanes; first += W) {
@@ -238,7 +238,7 @@ FLASH_STAGE void unpack(const Real* from, int64_t dim, int lanes, const Real* fa
     const Vector<Real> f = load(factor + first);
     int64_t d = 0;
 #if defined(__AVX512BF16__)
-    if constexpr (!kAdd && std::is_same_v<T, BFloat16>)
+    if constexpr (std::is_same_v<T, BFloat16>)
       for (; d + 2 * W <= dim; d += 2 * W) {  // two numbers are one element of what is transposed
         Vector<Real> r[W];
 #pragma GCC unroll 16
@@ -262,7 +262,6 @@ FLASH_STAGE void unpack(const Real* from, int64_t dim, int lanes, const Real* fa
       for (int i = 0; i < W; ++i) {
         if (i >= live) break;
         T* to = rows[first + i] + d;
-        if constexpr (kAdd) r[i] += n == W ? load<Real>(to) : load_part<Real>(to, n);
         if (n == W) {
           store(to, r[i]);
         } else {

@@ -119,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Cpu, Attention, ::testing::ValuesIn(instances()), [](co
   return info.param.c.name + (info.param.c.name.back() == '_' ? "Scalar" : "") + type_name(info.param.type);
 });
 
-// Cut into parts of keys (forward) and rounds (backward), and nothing may depend on the number of threads.
+// Cut into parts of keys (forward), of rows and keys (backward), and nothing may depend on the number of threads.
 class Long : public ::testing::TestWithParam<DType> {};
 
 TEST_P(Long, MatchesReferenceAndIgnoresThreads) {
@@ -131,7 +131,7 @@ TEST_P(Long, MatchesReferenceAndIgnoresThreads) {
     Call call(c, GetParam()), other(c, GetParam());
     check_forward(call);
     check_backward(call);
-    for (int threads : {1, 5}) {
+    for (int threads : {1, 2, 5}) {
       forward(other.p, pool(threads));
       backward(other.p, other.g, pool(threads));
       EXPECT_EQ(call.out.bytes, other.out.bytes);
