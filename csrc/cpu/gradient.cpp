@@ -260,8 +260,8 @@ class BackwardRun {
   int64_t rows_step_;  // rows of a whole number of blocks
   int64_t parts_ = 1;
   int64_t dkey_stride_, dvalue_stride_;  // elements of a row of sums
-  int64_t dkey_space_, dvalue_space_,
-      dquery_space_;  // the same where sums need a workspace, else 0: they are kept in the output
+  // The same where sums need a workspace, else 0: they are kept in the output.
+  int64_t dkey_space_, dvalue_space_, dquery_space_;
   void* delta_ = nullptr;
   Memory own_delta_;
 };
