@@ -33,16 +33,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Table:
-    """A CSV file that is complete after every row."""
+    """A CSV file that is complete after every row, and begins with the first."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.count = path, 0
         self.writer: csv.DictWriter[str] | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("w", newline="")
 
     def add(self, row: dict[str, Any]) -> None:
         if self.writer is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("w", newline="")
             self.writer = csv.DictWriter(self.file, list(row))
             self.writer.writeheader()
         self.writer.writerow(row)
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             table.add({"suite": suite, **row, **provenance.columns(args.device)})
     except KeyboardInterrupt:
         print("\nstopped; what was measured is kept", file=sys.stderr)
-    print(f"{table.count} rows in {table.path}")
+    print(f"{table.count} rows in {table.path}" if table.count else "nothing was measured, no file written")
     return 0
 
 
