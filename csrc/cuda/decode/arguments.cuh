@@ -2,21 +2,17 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/common/divisor.h"
+
 namespace flash::decode {
 
-// Division by a number that the host knows.
+// Division by a number that the host knows: n * divisor < 2^32. Without the shift of common::Divisor, which divides any n.
 struct Divider {
   unsigned divisor = 1, inverse = 0;  // ceil(2^32 / divisor), 0 for 1
   Divider() = default;
   explicit Divider(unsigned d) : divisor(d), inverse(d <= 1 ? 0 : static_cast<unsigned>(((uint64_t{1} << 32) + d - 1) / d)) {}
-  // n * divisor < 2^32.
   __device__ __forceinline__ int quotient(int n) const {
     return inverse == 0 ? n : static_cast<int>(__umulhi(static_cast<unsigned>(n), inverse));
-  }
-  // Any n from 0 on: the reciprocal is rounded up, so the product is right or 1 too large.
-  __device__ __forceinline__ int quotient_of_any(int n) const {
-    const int q = quotient(n);
-    return q - (static_cast<unsigned>(q) * divisor > static_cast<unsigned>(n));
   }
 };
 
@@ -49,7 +45,8 @@ struct Arguments {
   float scale_log2;             // log2 units per unit of q . k; under a softcap of tanh
   float cap_scale;              // softcap: tanh(cap_scale * q . k), else 0
   Divider by_group, by_splits;  // lanes to rows; chunks to splits
-  Divider by_page, by_share;    // keys to pages; items to CTAs of a cluster
+  Divider by_share;             // items to CTAs of a cluster
+  common::Divisor by_page{};    // keys to pages
 
   int first_batch, first_plane;  // of this launch
   int row_tiles, planes;         // tiles of query lanes per kv head; (kv head, tile) pairs of a sequence

@@ -34,7 +34,7 @@ struct Ring {
   // would wait for them.
   const int* table;
   int page_size, last_entry;
-  Divider by_page;
+  common::Divisor by_page;
   bool whole;
   int entry, slot, coming_entry, coming_slot, used;
 
@@ -106,7 +106,7 @@ struct Ring {
   // Where a key lies. Keys that this CTA does not fetch lie anywhere.
   __device__ __forceinline__ void find(int at, int* entry, int* slot) const {
     const bool inside = at < end && at < chunk_end * kKeys;
-    const int page = inside ? by_page.quotient_of_any(at) : 0;
+    const int page = inside ? static_cast<int>(by_page.divide(static_cast<uint32_t>(at))) : 0;
     *slot = inside ? at - page * page_size : 0;
     *entry = inside ? __ldg(table + page) : 0;
   }

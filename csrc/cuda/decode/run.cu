@@ -69,7 +69,7 @@ Arguments arguments_of(const Decode& d, const Plan& plan) {
   a.cluster = plan.cluster;
   a.cluster_share = std::min(lanes, tile.lanes) * (tile.bucket / 4) / plan.cluster;
   a.by_share = Divider(static_cast<unsigned>(a.cluster_share));
-  a.by_page = Divider(static_cast<unsigned>(a.page_size));
+  a.by_page = common::Divisor(a.page_size);
   return a;
 }
 
