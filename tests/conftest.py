@@ -20,7 +20,7 @@ if not any((ROOT / "flash_attn_ext").glob("*.so")):
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks for it, before cuBLAS starts
 
-import flash_attn_ext  # noqa: E402, F401  (registers torch.ops.flash)
+import flash_attn_ext  # noqa: E402  (registers torch.ops.flash)
 
 
 def has_cuda() -> bool:
@@ -71,6 +71,14 @@ def cuda() -> str:
     if not has_cuda():
         pytest.skip("needs a GPU and a library built for it")
     return "cuda"
+
+
+@pytest.fixture
+def hopper_kernels(cuda: str) -> None:
+    """For tests of the Hopper kernels: skips where the GPU or the build lacks them."""
+    query = torch.empty(1, 1, 128, 64, device=cuda, dtype=torch.bfloat16)
+    if "backward pass runs the sm90 kernels" not in flash_attn_ext.explain(query, query, query):
+        pytest.skip("needs compute capability 9.0 and a build for it")
 
 
 @pytest.fixture

@@ -45,11 +45,8 @@ SHAPES = [
 
 
 @pytest.fixture
-def family(request: pytest.FixtureRequest, cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Forces a family of kernels; skips where the GPU or the build lacks the Hopper ones."""
-    query = torch.empty(1, 1, 128, 64, device=cuda, dtype=torch.bfloat16)
-    if "backward pass runs the sm90 kernels" not in flash_attn_ext.explain(query, query, query):
-        pytest.skip("needs compute capability 9.0 and a build for it")
+def family(request: pytest.FixtureRequest, hopper_kernels: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forces a family of kernels."""
     monkeypatch.setenv("FLASH_ATTN_EXT_KERNEL", request.param)
     return request.param
 
