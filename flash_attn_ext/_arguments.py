@@ -28,6 +28,16 @@ def interval(causal: Causal, window: Window | None, *, bottom_right: bool) -> In
     return Interval(left, 0 if causal else right, bottom_right)
 
 
+def given(scale: float | None, softcap: float) -> dict[str, Any]:
+    """Those that are not an operator's defaults, by name: every argument that it gets costs the host half a microsecond."""
+    result: dict[str, Any] = {}
+    if scale is not None:
+        result["scale"] = scale
+    if softcap != 0.0:
+        result["softcap"] = softcap
+    return result
+
+
 def _ends(window: Window | None) -> Window:
     if window is None:
         return None, None

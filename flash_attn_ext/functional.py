@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _jagged
-from ._arguments import Causal, Folded, Window, accumulated, autocast, draw_seed, fold, interval, unwrap_causal_bias
+from ._arguments import Causal, Folded, Window, accumulated, autocast, draw_seed, fold, given, interval, unwrap_causal_bias
 
 
 @overload
@@ -238,18 +238,14 @@ def attention_decode(
         torch.ops.flash.cache_append_(
             k_cache, v_cache, k_new.detach(), v_new.detach(), cache_seqlens, block_table, cache_batch_idx
         )
-    given: dict[str, Any] = {}  # every argument that the operator gets costs the host half a microsecond
+    options = given(scale, softcap)
     if causal is not False or window is not None:
         span = interval(causal, window, bottom_right=True)
-        given |= {"window_left": span.left, "window_right": span.right, "bottom_right": span.bottom_right}
+        options |= {"window_left": span.left, "window_right": span.right, "bottom_right": span.bottom_right}
     if appended > 0:
-        given["appended"] = appended
-    if scale is not None:
-        given["scale"] = scale
-    if softcap != 0.0:
-        given["softcap"] = softcap
+        options["appended"] = appended
     out, lse = torch.ops.flash.attention_decode(
-        query, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad, alibi_slopes, sinks, **given
+        query, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_left_pad, alibi_slopes, sinks, **options
     )
     return (out, lse) if return_lse else out
 

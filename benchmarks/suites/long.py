@@ -50,7 +50,7 @@ def _train(rival: rivals.Rival, cell: Cell, device: str) -> tuple[dict[str, floa
 
     with rival.context():
         more = peak_memory(device, both)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in (*leaves, grad_out))
+    held = sum(tensor.nbytes for tensor in (*leaves, grad_out))
     finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
     return seconds, None if more is None else more + held, finite
 

@@ -24,10 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=64e9, help="bytes of scores above which standard attention is not tried")
 
 
-def _size(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _extra(rival: rivals.Rival, cell: Cell, device: str) -> tuple[int | None, int | None]:
     """(forward, backward) bytes; None where the machine cannot tell."""
     tensors = cell.tensors(device, requires_grad=True)
@@ -48,8 +44,8 @@ def _extra(rival: rivals.Rival, cell: Cell, device: str) -> tuple[int | None, in
         first = peak_memory(device, forward)
         second = peak_memory(device, backward)
     return (
-        None if first is None else first - _size(kept["out"]),
-        None if second is None else second - sum(map(_size, kept["gradients"])),
+        None if first is None else first - kept["out"].nbytes,
+        None if second is None else second - sum(gradient.nbytes for gradient in kept["gradients"]),
     )
 
 
