@@ -12,6 +12,6 @@ namespace flash::sm90 {
 // miss of L2.
 cudaError_t encode(CUtensorMap* map, const problem::Array& array, problem::DType dtype, int64_t dim, int64_t rows,
                    int64_t heads, int64_t batch, bool packed, int box_rows,
-                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 
 }  // namespace flash::sm90
