@@ -15,6 +15,10 @@ struct QueryGradients : BackwardWorker<C> {
 
   float sum[32];  // [64 rows, 64 columns]
 
+  // Main warpgroups wait for this one before long, so everything that can be is in uniform registers, and asked once.
+  const uint32_t shared = ptx::uniform(base);
+  const bool whole = ptx::uniform(p.column_groups == C::kDim / 8);  // all panels have all their columns
+
   using Worker::Worker;
 
   // 64 rows x 64 columns, 16 kSteps keys.
@@ -33,41 +37,41 @@ struct QueryGradients : BackwardWorker<C> {
     ptx::wait_products<0>();
   }
 
-  // Adds the panel in `sum`, or what columns / 8 of it exist, to the sums at `to`.
-  __device__ __forceinline__ void add_panel(float* to, int groups) const {
+  // Adds panel `panel` in `sum`, or what exists of it, to the sums at `to`.
+  __device__ __forceinline__ void add_panel(float* to, int panel) const {
     const auto add = [&](int i) {
-      ptx::reduce_add_4(to + i * kGroup, sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+      ptx::reduce_add_4(to + (panel * 8 + i) * kGroup, sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     };
-    if (groups >= 8) {
+    if (whole) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) add(i);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (i < groups) add(i);
+        if (panel * 8 + i < p.column_groups) add(i);
     }
   }
 
-  // dQ of one block of rows from 16 kSteps keys that start `offset` bytes into panels of keys. rows: of this warp's first on, that
-  // exist; their sums are at `to`.
+  // dQ of one block of rows from 16 kSteps keys that start `offset` bytes into panels of keys, which begin at keys_at. rows: of this
+  // warp's first on, that exist; their sums are at `to`.
   template <int kSteps>
-  __device__ __forceinline__ void add(uint32_t offset, int rows, float* to) {
-    const uint32_t scores_at = base + C::kScoreAt + this->place(score_slot.stage) * C::kScoreBytes + offset;
-    const uint64_t scores = ptx::describe_matrix(scores_at, 16, 1024);
-    const uint64_t keys =
-        ptx::describe_matrix(base + C::kKeyAt + this->place(key.stage) * C::kKeyBytes + offset, C::kKeyPanel, 1024);
+  __device__ __forceinline__ void add(uint32_t keys_at, uint32_t offset, int rows, float* to) {
+    const uint64_t scores = ptx::describe_matrix(shared + C::kScoreAt + score_slot.stage * C::kScoreBytes + offset, 16, 1024);
+    const uint64_t keys = ptx::describe_matrix(keys_at + offset, C::kKeyPanel, 1024);
 #pragma unroll
     for (int part = 0; part < C::kRows / 64; ++part) {
 #pragma unroll
       for (int panel = 0; panel < C::kPanels; ++panel) {
         multiply<kSteps>(scores + part * (C::kKeyPanel / 16), keys + panel * (C::kKeyPanel / 16));
         if (part == C::kRows / 64 - 1 && panel == C::kPanels - 1) release(barriers.score_empty(score_slot.stage));
-        if (part * 64 < rows) add_panel(to + panel * 8 * kGroup, p.column_groups - panel * 8);
+        if (part * 64 < rows) add_panel(to, panel);
       }
       to = ptx::advance(to, 4 * p.column_groups * kGroup * 4);
     }
     score_slot.next();
   }
+
+  static __device__ __forceinline__ Steps uniform(const Steps& x) { return {ptx::uniform(x.first), ptx::uniform(x.last)}; }
 
   __device__ __forceinline__ void ignore() {
     release(barriers.score_empty(score_slot.stage));
@@ -79,12 +83,12 @@ struct QueryGradients : BackwardWorker<C> {
     while (this->fetch(tile)) {
       const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
       const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), begin = static_cast<int>(place.x);
-      const int first = this->bound(static_cast<int>(place.z)), last = this->bound(static_cast<int>(place.w));
+      const int first = ptx::uniform(static_cast<int>(place.z)), last = ptx::uniform(static_cast<int>(place.w));
       int block = ptx::load_shared_volatile(tile.source() + 12) + static_cast<int>(place.y) * p.group * p.head_blocks;
       if (p.cleared != nullptr) ptx::wait(barriers.cleared(slot.stage_before()), slot.parity_before());
       this->release_work(tile);
-      const Steps low = this->bound(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
-      const Steps high = C::kWide ? low : this->bound(viewers<C::kRows>(p, rows, keys, begin + 64, begin + 128));
+      const Steps low = uniform(viewers<C::kRows>(p, rows, keys, begin, begin + 64));
+      const Steps high = C::kWide ? low : uniform(viewers<C::kRows>(p, rows, keys, begin + 64, begin + 128));
       ptx::wait(barriers.key_full(key.stage), key.parity);
 #pragma unroll 1
       for (int head = 0; head < p.group; ++head, block += p.head_blocks) {
@@ -92,17 +96,19 @@ struct QueryGradients : BackwardWorker<C> {
             p.dquery + static_cast<int64_t>(block + first * (C::kRows / 16) + warp) * (p.column_groups * kGroup) + lane * 4;
 #pragma unroll 1
         for (int m = first; m <= last; ++m) {
+          // Per block: held over all of them, the descriptors would need more uniform registers than there are.
+          const uint32_t keys_at = ptx::uniform(shared + C::kKeyAt + key.stage * C::kKeyBytes);
           ptx::wait(barriers.score_full(score_slot.stage), score_slot.parity);
           const int left = rows - m * C::kRows - warp * 16;
           const bool in_low = low.contains(m), in_high = high.contains(m);
           if (p.dquery == nullptr || !(in_low || in_high)) {
             ignore();
           } else if (C::kWide) {
-            add<4>(0, left, to);
+            add<4>(keys_at, 0, left, to);
           } else if (in_low && in_high) {
-            add<8>(0, left, to);
+            add<8>(keys_at, 0, left, to);
           } else {
-            add<4>(in_low ? 0 : 64 * 128, left, to);
+            add<4>(keys_at, in_low ? 0 : 64 * 128, left, to);
           }
           to = ptx::advance(to, C::kRows / 16 * p.column_groups * kGroup * 4);
         }
