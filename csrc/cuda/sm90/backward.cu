@@ -105,7 +105,6 @@ struct Launches {
     main.scale = static_cast<float>(p.scale / (1 + raise));
     main.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
     main.unit = 1u << 16;
-    main.minus_unit = 0u - main.unit;
     main.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
     main.planes = static_cast<int>(p.packed() ? p.kv_heads : p.batch * p.kv_heads);
     main.tiles = static_cast<int>(backward_tiles(p, plan.variant));

@@ -27,7 +27,6 @@ struct BackwardConfig {
   // Loops with bounds in uniform registers keep the stages of the rings there too, and with them the descriptors. At dim 128 there are
   // not enough of those registers: vector registers and one REDUX per use are faster.
   static constexpr bool kUniform = kDim != 128;
-  static constexpr bool kEarly = kDim != 128;  // dS is stored beside dV; at dim 128 there are no registers for it
   static constexpr int kThreads = 512;
   static constexpr int kProducerRegisters = 32, kMainRegisters = 208, kQueryRegisters = 64;
 
@@ -41,9 +40,8 @@ struct BackwardConfig {
   static constexpr uint32_t kQueryAt = kValueAt + kValueStages * kKeyBytes;
   static constexpr uint32_t kGradientAt = kQueryAt + kQueries * kRowBytes;
   static constexpr uint32_t kScoreAt = kGradientAt + kGradients * kRowBytes;
-  static constexpr uint32_t kWeightAt =
-      kScoreAt + kScores * kScoreBytes;  // P and its rests between the warpgroups, where kWide
-  static constexpr uint32_t kStatisticsAt = kWeightAt + (kWide ? kScoreBytes / 2 * 3 : 0);
+  static constexpr uint32_t kWeightAt = kScoreAt + kScores * kScoreBytes;  // P between the warpgroups, where kWide
+  static constexpr uint32_t kStatisticsAt = kWeightAt + (kWide ? kScoreBytes : 0);
   // One group of 8 rows serves all 64 of an operand (stride 0). compute-sanitizer takes the operand for 2048 bytes from here on.
   static constexpr uint32_t kOnesAt = kStatisticsAt + kQueries * kStatisticsBytes;
   static constexpr uint32_t kZeroAt = kOnesAt + 256;

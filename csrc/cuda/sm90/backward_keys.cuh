@@ -3,8 +3,8 @@
 // block never wait for each other.
 //
 // One block of rows m, and what the tensor cores have to do meanwhile:
-//   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta) under dV;    wait dV, pack and store dS (kEarly: before)
-//   issue  S(m+1) | dK += dS(m) Q    wait S,  P = 2^S             under dK;    wait dK, pack P
+//   issue  dP(m) | dV += P(m)  dO    wait dP, dS = P (dP - delta), pack, store   under dV;    wait dV
+//   issue  S(m+1) | dK += dS(m) Q    wait S,  P = 2^S                            under dK;    wait dK, pack P
 // After the last block dV is stored beside the last product, and P of the next tile is made before dK is stored.
 #pragma once
 #include "cuda/sm90/backward_worker.cuh"
@@ -25,13 +25,17 @@ struct KeyGradients : BackwardWorker<C> {
   float key_sum[C::kDim / 2], value_sum[C::kDim / 2];  // [64 keys, dim]: dK, dV
   float score[C::kRows / 2];                           // [64 keys, rows]: S, P, dP, dS in turn
   uint32_t operand[C::kRows / 16][4];                  // P, then dS, as A operands
-  // Of P, see lower_halves(), for three of four pairs: there are no registers for the fourth, without which dQ and dK are 6 % less exact.
-  uint32_t lower[C::kRows / 16][3];
-  uint32_t slope[Worker::kSlopes];  // of the cap, times P
+  uint32_t rest[C::kRows / 8];                         // of P, see kept()
+  uint32_t slope[Worker::kSlopes];                     // of the cap, times P
   Ring<C::kValueStages> value;
+  const uint32_t score_to;  // see score_place()
 
   __device__ __forceinline__ KeyGradients(const BackwardArguments& p, uint32_t base, int group)
-      : Worker(p, base), group(group) {}
+      : Worker(p, base), group(group), score_to(this->score_place(group * 64)) {}
+
+  // Whether the rests of four elements of P are kept. Those of the fourth quarter would take registers: 1 % (dim 128) to 3 % (64) slower,
+  // while dQ and dK are 6 % more exact.
+  static constexpr bool kept(int four) { return four % 4 != 3; }
 
   // sum += operand b, as one batch. b: rows along K.
   __device__ __forceinline__ void accumulate(float (&sum)[C::kDim / 2], uint64_t b) {
@@ -55,12 +59,11 @@ struct KeyGradients : BackwardWorker<C> {
   template <bool kFirst>
   __device__ __forceinline__ void weigh() {
     ptx::wait_products<kFirst ? 0 : 1>();
-    this->exponentiate(score, slope, tile, first_key(), m, full);
+    this->exponentiate(score, slope, tile, group * 64, m, full);
     if constexpr (C::kRests) {
 #pragma unroll
-      for (int i = 0; i < C::kRows / 16; ++i)
-#pragma unroll
-        for (int e = 0; e < 3; ++e) lower[i][e] = lower_halves(score + 8 * i + 2 * e, p.unit);
+      for (int j = 0; j < C::kRows / 8; ++j)
+        if (kept(j)) rest[j] = rests(score + 4 * j);
     }
     if (!kFirst) {
       // Complete already, and not released before: the wait ends a basic block, so that ptxas keeps the exponentials before the wait for dK.
@@ -78,46 +81,40 @@ struct KeyGradients : BackwardWorker<C> {
     ptx::fence_products();
     multiply_value_gradient();
     accumulate(value_sum, this->describe_gradient_columns(gradient.place()));
+    const bool final = m++ == own.last;
+    const uint32_t before = query.place();
+    query.next();
     ptx::wait_products<1>();
     if constexpr (C::kRests) {
 #pragma unroll
-      for (int i = 0; i < C::kRows / 16; ++i) {
-#pragma unroll
-        for (int e = 0; e < 3; ++e) multiply_by_halves(score + 8 * i + 2 * e, operand[i][e], lower[i][e], p.minus_unit);
-        multiply_by_middle(score + 8 * i + 6, operand[i][3]);
+      for (int j = 0; j < C::kRows / 8; ++j) {
+        const uint32_t* halves = operand[j / 2] + j % 2 * 2;
+        if (kept(j)) {
+          multiply_by(score + 4 * j, halves, rest[j]);
+        } else {
+          multiply_by_middle(score + 4 * j, halves);
+        }
       }
     } else {
 #pragma unroll
       for (int i = 0; i < C::kRows / 4; ++i) multiply_by<T>(score + 2 * i, C::kCapped ? slope[i] : operand[i / 4][i % 4]);
     }
-    if constexpr (C::kEarly) {
-      // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
-      uint32_t packed[C::kRows / 16][4];
-      this->template pack<false>(score, packed);
-      this->store_scores(packed, group * 64, gradient);
-      ptx::wait_products<0>();
-      release(barriers.gradient_empty(gradient.stage));
-      this->copy(packed, operand);
-    } else {
-      ptx::pin(score);
-      ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);  // as in weigh()
-      ptx::wait_products<0>();
-      release(barriers.gradient_empty(gradient.stage));
-      this->template pack<false>(score, operand);
-      this->store_scores(operand, group * 64, gradient);
-    }
+    // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
+    uint32_t packed[C::kRows / 16][4];
+    this->template pack<false>(score, packed);
+    this->store_scores(packed, score_to, gradient);
+    if (!final) ptx::wait(barriers.query_full(query.stage), query.parity);
+    ptx::wait_products<0>();
+    release(barriers.gradient_empty(gradient.stage));
+    this->copy(packed, operand);
     gradient.next();
-    if (m++ == own.last) {
+    if (final) {
       ptx::fence_products();
-      accumulate(key_sum, this->describe_query_columns(query.place()));
+      accumulate(key_sum, this->describe_query_columns(before));
       if (heads == 1) store_value();
       ptx::wait_products<0>();
-      release(barriers.query_empty(query.stage));
-      query.next();
+      release(barriers.query_empty(query.stage_before()));
     } else {
-      const uint32_t before = query.place();
-      query.next();
-      ptx::wait(barriers.query_full(query.stage), query.parity);
       ptx::fence_products();
       multiply_key_query();
       accumulate(key_sum, this->describe_query_columns(before));
@@ -164,7 +161,7 @@ struct KeyGradients : BackwardWorker<C> {
     if (!p.write_dvalue) return;
     ptx::sync_named(1 + group, 128);
     const uint32_t staging = base + C::kValueAt + value_offset() + first_of_warp() * 128;
-    this->stage(value_sum, 1.f, staging);
+    this->stage(value_sum, 1.f, staging, m >> 31);
     this->store_boxes(&p.dvalue, staging, C::kKeyPanel, tile, first_of_warp());
   }
 
@@ -184,7 +181,7 @@ struct KeyGradients : BackwardWorker<C> {
       ptx::wait(barriers.score_empty(scores.stage_before()), scores.parity_before());
       ptx::sync_named(1 + group, 128);
       const uint32_t staging = base + C::kKeyAt + stage * C::kKeyBytes + first_of_warp() * 128;
-      this->stage(key_sum, p.scale, staging);
+      this->stage(key_sum, p.scale, staging, m >> 31);
       this->store_boxes(&p.dkey, staging, C::kKeyPanel, finished, first_of_warp());
     }
     if (lane == 0) {

@@ -22,7 +22,10 @@ struct WideGradients : BackwardWorker<C> {
   uint32_t operand[C::kRows / 16][4];  // P, or dS, as A operands
   uint32_t tile_parity = 0, weight_parity = 0;
 
-  using Worker::Worker;
+  const uint32_t score_to;
+
+  __device__ __forceinline__ WideGradients(const BackwardArguments& p, uint32_t base)
+      : Worker(p, base), score_to(kValues ? 0 : this->score_place(0)) {}
 
   // S or dP of the current stages.
   __device__ __forceinline__ void multiply_first() {
@@ -52,7 +55,7 @@ struct WideGradients : BackwardWorker<C> {
   // its warp: where every lane arrives it is silent.
   __device__ __forceinline__ void weigh(int m, const Steps& full) {
     uint32_t slope[Worker::kSlopes];
-    this->exponentiate(score, slope, tile, ptx::load_shared_volatile(tile.place()), m, full);
+    this->exponentiate(score, slope, tile, 0, m, full);
     ptx::wait(barriers.weight_empty(), weight_parity ^ 1);
 #pragma unroll
     for (int i = 0; i < C::kRows / 16; ++i) {
@@ -60,16 +63,9 @@ struct WideGradients : BackwardWorker<C> {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         words[e] = C::kCapped  ? slope[4 * i + e]
-                   : C::kRests ? upper_halves(score[8 * i + 2 * e], score[8 * i + 2 * e + 1])
+                   : C::kRests ? dense_halves(score[8 * i + 2 * e], score[8 * i + 2 * e + 1])
                                : ptx::pack(score[8 * i + 2 * e], score[8 * i + 2 * e + 1], T());
       ptx::store_shared(weights_at(i), make_uint4(words[0], words[1], words[2], words[3]));
-    }
-    if constexpr (C::kRests) {
-#pragma unroll
-      for (int i = 0; i < C::kRows / 32; ++i) {
-        const float* x = score + 16 * i;
-        ptx::store_shared(weights_at(C::kRows / 16 + i), make_uint4(rests(x), rests(x + 4), rests(x + 8), rests(x + 12)));
-      }
     }
     __syncwarp();
     release(barriers.weight_full());
@@ -79,32 +75,38 @@ struct WideGradients : BackwardWorker<C> {
     return base + C::kWeightAt + i * 2048 + (threadIdx.x & 127) * 16;
   }
 
-  // score = dS.
-  __device__ __forceinline__ void differentiate() {
+  // P of the next block, from the other warpgroup.
+  __device__ __forceinline__ void take_weights(uint4 (&weights)[C::kRows / 16]) {
     ptx::wait(barriers.weight_full(), weight_parity);
-    uint4 rest{};
 #pragma unroll
-    for (int i = 0; i < C::kRows / 16; ++i) {
-      const uint4 weight = ptx::load_shared_16(weights_at(i));
-      const uint32_t words[4] = {weight.x, weight.y, weight.z, weight.w};
-      if constexpr (C::kRests) {
-        if (i % 2 == 0) rest = ptx::load_shared_16(weights_at(C::kRows / 16 + i / 2));
-        multiply_by(score + 8 * i, words, i % 2 == 0 ? rest.x : rest.z);
-        multiply_by(score + 8 * i + 4, words + 2, i % 2 == 0 ? rest.y : rest.w);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) multiply_by<T>(score + 8 * i + 2 * e, words[e]);
-      }
-    }
+    for (int i = 0; i < C::kRows / 16; ++i) weights[i] = ptx::load_shared_16(weights_at(i));
     __syncwarp();
     release(barriers.weight_empty());
     weight_parity ^= 1;
+  }
+
+  // score = dS.
+  __device__ __forceinline__ void differentiate(const uint4 (&weights)[C::kRows / 16]) {
+#pragma unroll
+    for (int i = 0; i < C::kRows / 16; ++i) {
+      const uint32_t words[4] = {weights[i].x, weights[i].y, weights[i].z, weights[i].w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (C::kRests) {
+          multiply_by_dense_halves(score + 8 * i + 2 * e, words[e], p.unit);
+        } else {
+          multiply_by<T>(score + 8 * i + 2 * e, words[e]);
+        }
+      }
+    }
   }
 
   // operand = P or dS of block m, whose S or dP is in `score` or under way, with dV or dK of the block before behind it.
   // final: the last block of the tile.
   template <bool kFirst>
   __device__ __forceinline__ void advance(int m, bool final, const Steps& full) {
+    uint4 weights[C::kRows / 16];
+    if constexpr (!kValues) take_weights(weights);
     ptx::wait_products<kFirst ? 0 : 1>();
     if (final) release_tile();
     if constexpr (kValues) {
@@ -113,12 +115,14 @@ struct WideGradients : BackwardWorker<C> {
       if (C::kCapped) release(barriers.query_empty(query.stage));
     } else {
       release(barriers.gradient_empty(gradient.stage));
-      differentiate();
+      // Before the arithmetic: the wait ends a basic block, so that ptxas loads all of P at once.
+      ptx::wait(barriers.score_empty(this->score_slot.stage), this->score_slot.parity ^ 1);
+      differentiate(weights);
     }
     uint32_t packed[C::kRows / 16][4];
     if constexpr (!kValues) {
       this->template pack<false>(score, packed);
-      this->store_scores(packed, 0, this->score_slot);
+      this->store_scores(packed, score_to, this->score_slot);
       this->score_slot.next();
     }
     if constexpr (!kFirst) {
@@ -183,7 +187,7 @@ struct WideGradients : BackwardWorker<C> {
     const uint32_t staging = base + buffer + warp * 16 * 128;
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
-      this->stage(sum[part], kValues ? 1.f : p.scale, staging + part * 2 * C::kKeyPanel);
+      this->stage(sum[part], kValues ? 1.f : p.scale, staging + part * 2 * C::kKeyPanel, 0);
     this->store_boxes(kValues ? &p.dvalue : &p.dkey, staging, C::kKeyPanel, tile, warp * 16);
     if (lane == 0) ptx::wait_stores_read<0>();
   }

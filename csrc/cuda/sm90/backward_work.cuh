@@ -33,12 +33,12 @@ struct BackwardArguments {
   bool bottom_right, write_dkey, write_dvalue;
   float scale, scale_log2;  // P = 2^(scale_log2 (q.k + statistic)), or capped 2^(scale_log2 tanh(cap_scale q.k) + statistic)
   float cap_scale;
-  unsigned unit, minus_unit;  // 2^16, -2^16: not constants, lest ptxas makes shifts of products
-  int key_tiles;              // tiles per kv head: dense per (batch, head), packed all slots of a head
-  int tiles;                  // key_tiles * planes
-  int planes;                 // dense batch * kv_heads, packed kv_heads
-  int section;                // planes handed out together, so that their Q, dO and dQ stay in L2; 0: one plane after the other
-  unsigned* counter;          // next tile, finished blocks: zero on entry and on exit
+  unsigned unit;      // 2^16: no constant, lest ptxas makes shifts of products
+  int key_tiles;      // tiles per kv head: dense per (batch, head), packed all slots of a head
+  int tiles;          // key_tiles * planes
+  int planes;         // dense batch * kv_heads, packed kv_heads
+  int section;        // planes handed out together, so that their Q, dO and dQ stay in L2; 0: one plane after the other
+  unsigned* counter;  // next tile, finished blocks: zero on entry and on exit
 };
 
 // Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.

@@ -41,20 +41,23 @@ __device__ __forceinline__ void multiply_by(float* x, const uint32_t* operand, u
   x[3] *= __uint_as_float(ptx::permute_bytes<0x3277>(operand[1], rest));
 }
 
-// The lower halves of two: that of x[0]; that of x[1] + the upper half of x[0]. A product, as the pipe of those is idle.
-__device__ __forceinline__ uint32_t lower_halves(const float* x, uint32_t unit) {
-  return ptx::multiply_add(__float_as_uint(x[1]), unit, __float_as_uint(x[0]));
-}
-// x[0..1] *= the P that `operand` and `lower` hold.
-__device__ __forceinline__ void multiply_by_halves(float* x, uint32_t operand, uint32_t lower, uint32_t minus_unit) {
-  x[0] *= __uint_as_float(ptx::permute_bytes<0x1054>(operand, lower));
-  x[1] *= __uint_as_float(ptx::permute_bytes<0x3276>(operand, ptx::multiply_add(operand, minus_unit, lower)));
+// x[0..3] *= the P that `operand` (two registers) holds, in the middle of the numbers that are cut off to it; 0 stays 0.
+__device__ __forceinline__ void multiply_by_middle(float* x, const uint32_t* operand) {
+  x[0] = ptx::multiply_flushed(x[0], __uint_as_float(ptx::permute_bytes<0x1054>(operand[0], 0x8000u)));
+  x[1] = ptx::multiply_flushed(x[1], __uint_as_float(ptx::permute_bytes<0x3254>(operand[0], 0x8000u)));
+  x[2] = ptx::multiply_flushed(x[2], __uint_as_float(ptx::permute_bytes<0x1054>(operand[1], 0x8000u)));
+  x[3] = ptx::multiply_flushed(x[3], __uint_as_float(ptx::permute_bytes<0x3254>(operand[1], 0x8000u)));
 }
 
-// x[0..1] *= the P that `operand` holds, in the middle of the numbers that are cut off to it; 0 stays 0.
-__device__ __forceinline__ void multiply_by_middle(float* x, uint32_t operand) {
-  x[0] = ptx::multiply_flushed(x[0], __uint_as_float(ptx::permute_bytes<0x1054>(operand, 0x8000u)));
-  x[1] = ptx::multiply_flushed(x[1], __uint_as_float((operand & 0xFFFF0000u) | 0x8000u));
+// Between warpgroups: P is less than 2, so the upper two bits of the float are 0, and the 16 behind hold two more of the mantissa than
+// bfloat16 does.
+__device__ __forceinline__ uint32_t dense_halves(float low, float high) {
+  return ptx::permute_bytes<0x7632>(__float_as_uint(low) << 2, __float_as_uint(high) << 2);
+}
+// x[0..1] *= the P of dense_halves(), and half a unit of what was cut off; of x[1], the bits of x[0], about 0.9 units. 0 stays 0.
+__device__ __forceinline__ void multiply_by_dense_halves(float* x, uint32_t halves, uint32_t unit) {
+  x[0] = ptx::multiply_flushed(x[0], __uint_as_float(ptx::multiply_add(halves, unit, 0x8000u) >> 2));
+  x[1] = ptx::multiply_flushed(x[1], __uint_as_float(halves >> 2));
 }
 
 // x[0..1] *= the two elements of `weights`.
@@ -161,7 +164,7 @@ struct BackwardWorker {
 
   // score = S -> P, all products of this warpgroup done or, where nothing is capped, at least S. slope: of the cap, times P.
   __device__ __forceinline__ void exponentiate(float (&score)[C::kRows / 2], uint32_t (&slope)[kSlopes], BackwardSlot tile,
-                                               int first_key, int m, const Steps& full) const {
+                                               int offset, int m, const Steps& full) const {
     if constexpr (C::kCapped) {
       const float unit = p.cap_scale * 2.f * problem::Softmax<float>::kLog2e;
 #pragma unroll
@@ -180,7 +183,7 @@ struct BackwardWorker {
       ptx::commit_products();
       ptx::wait_products<0>();
     }
-    if (!full.contains(m)) mask(score, tile, first_key, m);
+    if (!full.contains(m)) mask(score, tile, offset, m);
 #pragma unroll
     for (int i = 0; i < C::kRows / 2; ++i) score[i] = ptx::exp2(C::kCapped ? score[i] : score[i] * p.scale_log2);
     if constexpr (C::kCapped) {
@@ -192,11 +195,12 @@ struct BackwardWorker {
     }
   }
 
-  // -inf where a row does not see a key. key: first of the warpgroup's 64; m: block of rows.
-  __device__ __forceinline__ void mask(float (&score)[C::kRows / 2], BackwardSlot tile, int first, int m) const {
+  // -inf where a row does not see a key. offset: in the tile, of the warpgroup's 64 keys; m: block of rows.
+  __device__ __forceinline__ void mask(float (&score)[C::kRows / 2], BackwardSlot tile, int offset, int m) const {
     const uint4 sequence = ptx::load_shared_16(tile.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
     const int diagonal = p.bottom_right ? keys - rows : 0, row = m * C::kRows + (lane & 3) * 2;
+    const int first = ptx::load_shared_volatile(tile.place()) + offset;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first + warp * 16 + lane / 4 + 8 * r, seen = key - diagonal;
@@ -227,28 +231,37 @@ struct BackwardWorker {
     for (int i = 0; i < C::kRows / 4; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] ^ zero;
   }
 
-  // dS of this warp's 16 keys to a buffer, as the warpgroup of dQ reads it.
-  __device__ __forceinline__ void store_scores(const uint32_t (&operand)[C::kRows / 16][4], int first_key,
+  // Where this lane stores rows of 128 bytes, 16 rows x 16 columns from `to` on, where the swizzle has the first; others are an exclusive
+  // or away.
+  static __device__ __forceinline__ uint32_t lane_place(uint32_t to, int lane) {
+    return to + (lane & 15) * 128 + (lane / 16 ^ (lane & 7)) * 16;
+  }
+  __device__ __forceinline__ uint32_t score_place(int first_key) const {
+    return lane_place(base + C::kScoreAt + (first_key + warp * 16) * 128, lane);
+  }
+
+  // dS of this warp's 16 keys to a buffer, as the warpgroup of dQ reads it. place: see above.
+  __device__ __forceinline__ void store_scores(const uint32_t (&operand)[C::kRows / 16][4], uint32_t place,
                                                const Ring<C::kScores>& slot) const {
-    ptx::wait(barriers.score_empty(slot.stage), slot.parity ^ 1);
-    const uint32_t to = base + C::kScoreAt + slot.stage * C::kScoreBytes + (first_key + warp * 16 + (lane & 15)) * 128;
+    if (!C::kWide) ptx::wait(barriers.score_empty(slot.stage), slot.parity ^ 1);
+    const uint32_t to = place + slot.stage * C::kScoreBytes;
 #pragma unroll
-    for (int i = 0; i < C::kRows / 16; ++i)
-      ptx::store_matrices(to + (i / 4) * C::kKeyPanel + (((2 * i & 7) + lane / 16) ^ (lane & 7)) * 16, operand[i]);
+    for (int i = 0; i < C::kRows / 16; ++i) ptx::store_matrices((to ^ i % 4 * 32) + (i / 4) * C::kKeyPanel, operand[i]);
     ptx::fence_async_proxy();
     __syncwarp();
     release(barriers.score_full(slot.stage));
   }
 
-  // 16 keys x kDim of a gradient into shared memory at `to` ([panel][key][128 bytes]), ready for store_boxes().
+  // 16 keys x kDim of a gradient into shared memory at `to` ([panel][key][128 bytes]), ready for store_boxes(). zero: computed anew each
+  // time, so that no place is held in a register meanwhile.
   template <int kCount>
-  __device__ __forceinline__ void stage(const float (&sum)[kCount], float factor, uint32_t to) const {
+  __device__ __forceinline__ void stage(const float (&sum)[kCount], float factor, uint32_t to, int zero) const {
     using T = typename C::T;
+    to = lane_place(to, lane | zero);
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {  // 16 keys x 16 columns
       const float* x = sum + j * 8;
-      const uint32_t chunk = ((2 * j & 7) + lane / 16) ^ (lane & 7);
-      ptx::store_matrices(to + (j / 4) * C::kKeyPanel + (lane & 15) * 128 + chunk * 16,
+      ptx::store_matrices((to ^ j % 4 * 32) + (j / 4) * C::kKeyPanel,
                           {ptx::pack(x[0] * factor, x[1] * factor, T()), ptx::pack(x[2] * factor, x[3] * factor, T()),
                            ptx::pack(x[4] * factor, x[5] * factor, T()), ptx::pack(x[6] * factor, x[7] * factor, T())});
     }
