@@ -1,5 +1,7 @@
 // sm90/backward_queries.cuh: the warpgroup of dQ: dS K of every block of rows, added to fp32 sums in global memory straight from the
 // accumulators, in their own order (common/scratch.h), 512 contiguous bytes per warp and instruction.
+// Tried: dS as A operand in registers (ldmatrix; products of 32 columns at dim 256, 24 at 128): 0, -3 to -12 %. The next 32 columns under
+// way while these are added, dim 256: -1 to -2 %. Pauses between additions: -2 to -8 %.
 #pragma once
 #include "cuda/sm90/backward_worker.cuh"
 
@@ -15,9 +17,9 @@ struct QueryGradients : BackwardWorker<C> {
 
   float sum[32];  // [64 rows, 64 columns]
 
-  // Main warpgroups wait for this one before long, so everything that can be is in uniform registers, and asked once.
-  const uint32_t shared = ptx::uniform(base);
-  const bool whole = ptx::uniform(p.column_groups == C::kDim / 8);  // all panels have all their columns
+  // This warpgroup has uniform registers enough at every dim: causal, 1 to 2 % at dim 128.
+  const uint32_t shared = held(base);
+  const bool whole = held(p.column_groups == C::kDim / 8);  // all panels have all their columns
 
   using Worker::Worker;
 
@@ -71,6 +73,10 @@ struct QueryGradients : BackwardWorker<C> {
     score_slot.next();
   }
 
+  template <class V>
+  static __device__ __forceinline__ V held(V x) {
+    return C::kUniform ? x : ptx::uniform(x);
+  }
   static __device__ __forceinline__ Steps uniform(const Steps& x) { return {ptx::uniform(x.first), ptx::uniform(x.last)}; }
 
   __device__ __forceinline__ void ignore() {
@@ -96,8 +102,8 @@ struct QueryGradients : BackwardWorker<C> {
             p.dquery + static_cast<int64_t>(block + first * (C::kRows / 16) + warp) * (p.column_groups * kGroup) + lane * 4;
 #pragma unroll 1
         for (int m = first; m <= last; ++m) {
-          // Per block: held over all of them, the descriptors would need more uniform registers than there are.
-          const uint32_t keys_at = ptx::uniform(shared + C::kKeyAt + key.stage * C::kKeyBytes);
+          // Per block: over all of them, the descriptors would need more uniform registers than there are.
+          const uint32_t keys_at = held(shared + C::kKeyAt + key.stage * C::kKeyBytes);
           ptx::wait(barriers.score_full(score_slot.stage), score_slot.parity);
           const int left = rows - m * C::kRows - warp * 16;
           const bool in_low = low.contains(m), in_high = high.contains(m);
