@@ -9,7 +9,10 @@
 // lse and delta enter as one more step of the products: -lse / scale and -delta as sums of 16-bit numbers, against a matrix of ones.
 // No thread reads them, which matters: wgmma's operands starve ordinary reads of shared memory.
 //
-// Watch after every change: C75xx, spills of others than the producer, R2UR between products.
+// Watch after every change: C75xx, spills of others than the producer, R2UR between products; and in the loop over rows LDL, S2R and
+// chains of instructions through one register, ptxas's answer to scarce registers: these were 5 % at dim 128.
+// Tried: the main warpgroups in step, by a barrier: dim 64 -16 to -20 %, 128 -3 to -5 %, 256 -2 to -22 %. The statistics' factors as A
+// operand in registers: dim 64 +0.7 %, 128 -1 to -3 %. elect.sync instead of a lane's number: 0 to -1 %.
 #pragma once
 #include "cuda/sm90/backward_cleaner.cuh"
 #include "cuda/sm90/backward_keys.cuh"
