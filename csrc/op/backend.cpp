@@ -200,6 +200,11 @@ void clear_results(const Tensor& out, const Tensor& lse) {
   lse.fill_(-std::numeric_limits<double>::infinity());
 }
 
+void clear_gradients(const Call& call) {
+  for (const Tensor* t : {&call.dquery, &call.dkey, &call.dvalue})
+    if (t->defined()) t->zero_();
+}
+
 OutLse forward(const Backend& backend, const Inputs& in, const Options& options) {
   check_forward(in, options);
   Tensor out = empty_in_order(in.query, out_sizes(in), in.query.options());
@@ -221,11 +226,10 @@ OutLse forward(const Backend& backend, const Inputs& in, const Options& options)
 Gradients5 backward(const Backend& backend, const Results& results, const Inputs& in, const Options& options, Wanted wanted) {
   check_backward(results, in, options);
   const Sizes sizes = sizes_of(in);
-  const bool zeros = in.packed != nullptr || sizes.nothing();
   const auto gradient = [&](Gradient which, const Tensor& of) {
     if (!wanted[which]) return Tensor();
     Tensor t = empty_in_order(of, of.sizes(), of.options());
-    return zeros ? t.zero_() : t;
+    return sizes.nothing() ? t.zero_() : t;
   };
   Call call;
   call.dquery = gradient(kQuery, in.query);
@@ -243,7 +247,8 @@ Gradients5 backward(const Backend& backend, const Results& results, const Inputs
     set_lse(results.lse.contiguous(), call);
     call.out = readable(results.out);
     call.grad_out = readable(results.grad_out);
-    call.delta = in.packed != nullptr ? at::zeros(call.lse.sizes(), accumulate) : at::empty(call.lse.sizes(), accumulate);
+    call.delta =
+        in.packed != nullptr && want_sinks ? at::zeros(call.lse.sizes(), accumulate) : at::empty(call.lse.sizes(), accumulate);
     call.problem.out = array_of(call.out);
     problem::Gradients& g = call.gradients;
     g.dout = array_of(call.grad_out);

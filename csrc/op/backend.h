@@ -27,8 +27,8 @@ struct Call {
 };
 
 // How a device runs things. Called with every size at least 1 (rows, keys, heads, both head dims; only total_keys may be 0).
-// Packed gradients arrive filled with 0, so that rows outside every sequence need no care; everything else that is to be written
-// arrives uninitialised: forward clears what of packed out and lse no sequence holds, by clear_results() if it has no better way. Failures are raised with TORCH_CHECK.
+// What is to be written arrives uninitialised: forward and backward clear what of packed results no sequence holds, by clear_results()
+// and clear_gradients() if they have no better way. Failures are raised with TORCH_CHECK.
 // The device guard, the stream and the workspace are the backend's matter.
 struct Backend {
   problem::Device (*device)(const Tensor& query);  // what plan() should know about query's device
@@ -50,6 +50,7 @@ problem::Array array_of(const Tensor& tensor);
 
 // out = 0, lse = -inf: what rows hold that see no key.
 void clear_results(const Tensor& out, const Tensor& lse);
+void clear_gradients(const Call& call);  // dquery, dkey, dvalue
 
 // FLASH_ATTN_EXT_KERNEL: unset or empty, "sm80" or "sm90".
 problem::Choice choice_of_environment();

@@ -36,7 +36,10 @@ void forward(Call& call) {
   cpu::forward(call.problem, executor());
 }
 
-void backward(Call& call) { cpu::backward(call.problem, call.gradients, executor()); }
+void backward(Call& call) {
+  if (call.problem.packed()) clear_gradients(call);
+  cpu::backward(call.problem, call.gradients, executor());
+}
 
 void merge(problem::DType dtype, int64_t count, int64_t value_dim, const Tensor& out_a, const Tensor& lse_a,
            const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor& lse) {

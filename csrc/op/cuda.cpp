@@ -83,6 +83,7 @@ void forward_cuda(Call& call) {
 void backward_cuda(Call& call) {
   const c10::cuda::CUDAGuard guard(call.query.device());
   const Prepared prepared(call, &call.gradients);
+  if (call.problem.packed() && prepared.plan.family != problem::Family::kSm90) clear_gradients(call);
   raise(cuda::backward(call.problem, call.gradients, prepared.plan, prepared.workspace.get(), current_stream()));
 }
 

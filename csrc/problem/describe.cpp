@@ -120,7 +120,8 @@ std::string describe_sm90(const Problem& p, const Gradients* g, const Device& de
   line(text, "The %s pass runs the sm90 kernels (TMA, wgmma) in %s: the instance for head dims up to %d%s.",
        name(plan.direction), name(p.dtype), plan.head_dim, p.softcap > 0 ? " with softcap" : "");
   line(text, "A tile is %d rows x %d keys (variant %d), %d warpgroups compute.", plan.tile_rows, plan.tile_keys, plan.variant,
-       g == nullptr ? sm90::kForwardTiles[plan.variant].warpgroups : 3);
+       g == nullptr ? sm90::kForwardTiles[plan.variant].warpgroups
+                    : sm90::groups_of(sm90::kBackwardTiles[plan.variant]) + (sm90::kBackwardTiles[plan.variant].sums ? 1 : 0));
   line(text, "%lld blocks on %d multiprocessors share %lld tiles.", Long{plan.blocks}, device.multiprocessors,
        Long{g == nullptr ? sm90::forward_tiles(p, plan.variant) : sm90::backward_tiles(p, plan.variant)});
   line(text, "The keys are not split.");

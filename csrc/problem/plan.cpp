@@ -156,7 +156,7 @@ Plan backward_sm90(const Problem& p, const Gradients& g, const Device& device) {
   Plan plan;
   plan.family = Family::kSm90;
   plan.direction = Direction::kBackward;
-  plan.variant = sm90::backward_variant(p);
+  plan.variant = sm90::backward_variant(p, g);
   const sm90::BackwardTile& row = sm90::kBackwardTiles[plan.variant];
   plan.head_dim = row.bucket;
   plan.plain = true;

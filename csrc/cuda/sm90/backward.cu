@@ -34,17 +34,22 @@ struct Encoder {
 
 // The launch of dQ by itself, after that of dK and dV.
 cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, const BackwardArguments& main) {
+  const RowGradientTile& tile = kRowGradientTiles[row_gradient_variant(p)];
   Encoder encode_map{p};
-  encode_map(&a->query, p.query, p.head_dim, false, kRowGradientRows);
-  encode_map(&a->gradient, g.dout, p.value_dim, false, kRowGradientRows);
-  encode_map(&a->key, p.key, p.head_dim, true, kRowGradientKeys);
-  encode_map(&a->value, p.value, p.value_dim, true, kRowGradientKeys);
+  encode_map(&a->query, p.query, p.head_dim, false, rows_of(tile));
+  encode_map(&a->gradient, g.dout, p.value_dim, false, rows_of(tile));
+  encode_map(&a->key, p.key, p.head_dim, true, tile.keys);
+  encode_map(&a->value, p.value, p.value_dim, true, tile.keys);
   encode_map(&a->out, g.dquery, p.head_dim, false, 16);
-  set_row_work(a, p, row_gradient_tiles(p), kSectionBytes);
+  // Sections of about one size: after a last one of few planes, with their longest tiles first, blocks would end far apart.
+  const int64_t planes = p.heads * (p.packed() ? 1 : p.batch), plane_bytes = p.keys * (p.head_dim + p.value_dim) * 2;
+  const int64_t most = std::max<int64_t>(kSectionBytes / plane_bytes, 1), sections = (planes + most - 1) / most;
+  set_row_work(a, p, row_gradient_tiles(p), (planes + sections - 1) / sections * plane_bytes);
   a->delta = static_cast<const float*>(g.delta);
   a->scale = static_cast<float>(p.scale);
   a->scale_log2 = main.scale_log2;
-  a->counter = main.counter;
+  a->counter = main.counter + 2;
+  a->after_keys = main.write_dkey || main.write_dvalue;
   return encode_map.error;
 }
 
@@ -113,10 +118,10 @@ struct Launches {
     // Tiles that run side by side are at about the same query head of their groups: one head of a plane counts.
     const int64_t head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
     // Tiles of a section, per block: measured, 1 is 2 % faster than 2 for short sequences, 1 % slower for long ones.
-    const int64_t waves = main.key_tiles <= 8 ? 1 : 2;
-    const int64_t most =
-        std::min<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), waves * plan.blocks / main.key_tiles);
-    main.section = uneven ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes)) : 0;
+    const int64_t longest = (p.keys + tile.keys - 1) / tile.keys, waves = longest <= 8 ? 1 : 2;
+    const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), waves * plan.blocks / longest);
+    // Packed, a plane is a head of all sequences: in sections, one sequence is worked on after the other.
+    main.section = uneven || p.packed() ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes)) : 0;
     // The main kernel clears the sums, but for short sequences whose sections reach far ahead: 4 % slower at 512 rows of 128.
     if (scratch.dquery != nullptr && !p.packed() && !(uneven && p.rows <= 512)) {
       main.cleared = reinterpret_cast<unsigned*>(memory + places.cleared_at);
@@ -143,6 +148,7 @@ struct Launches {
     a.cleared = main.cleared;
     a.planes = main.planes;
     a.slices = main.key_tiles;
+    a.gap_blocks = p.packed() ? plan.blocks : 0;
     return launch_backward_prepare<T>(plan.variant, a, static_cast<unsigned>(planes * places.head_units), stream);
   }
 

@@ -1,7 +1,7 @@
 // sm90/backward.cuh: attention backward on Hopper. A block owns kKeys keys of one kv head at a time and walks over the rows that see
 // them. Four warpgroups: one thread of the first feeds (TMA), another clears sums of dQ; two have 64 keys each (backward_keys.cuh;
 // head dims above 128: backward_wide.cuh); the last does nothing but dQ (backward_queries.cuh). They meet at barriers in shared memory
-// only.
+// only. Where dQ is not wanted, or computed by itself (backward_rows.cuh), its warpgroup is missing, and there may be a third with keys.
 //   S^T = K Q^T, dP^T = V dO^T             keys are lines, so P^T and dS^T come out as A operands
 //   P = 2^(c S - lse2), dS = P (dP - delta)
 //   dV += P^T dO, dK += dS^T Q             in registers for the whole walk, over all query heads of the group
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     ptx::give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) BackwardProducer<C>{p, base, barriers}.run();
     if (threadIdx.x == 32 && p.cleared != nullptr) BackwardCleaner<C>{p, base, barriers}.run();
-  } else if (warpgroup == 3) {
+  } else if (C::kSums && warpgroup == 3) {
     ptx::give_registers<C::kQueryRegisters>();
     QueryGradients<C>(p, base).run();
   } else {

@@ -16,31 +16,35 @@ struct BackwardConfig {
   using T = T_;
   static constexpr BackwardTile kTile = kBackwardTiles[kVariant];
   static constexpr bool kCapped = kCapped_;  // softcap: an instance of its own, so that the others carry no branch
+  static constexpr bool kSums = kTile.sums;  // else dS stays in its warpgroup
   static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr bool kWide = kKeys == 64;  // one warpgroup has P and dV, another dS and dK; else each has both for 64 keys
-  static constexpr int kQueries = kTile.queries, kGradients = 2;                // buffers of Q and its statistics, and of dO
+  static constexpr int kQueries = kTile.queries, kGradients = kTile.gradients;  // buffers of Q and its statistics, and of dO
   static constexpr int kKeyStages = kWide ? 1 : 2;                              // of K
   static constexpr int kValueStages = kDim <= 64 ? 2 : 1;                       // of V; there is no room for more
-  static constexpr int kScores = 2;                                             // of dS
+  static constexpr int kScores = kSums ? 2 : kGradients;                        // of dS
   static constexpr bool kRests = !kCapped && std::is_same_v<T, __nv_bfloat16>;  // dS from P as good as in fp32
   // Loops with bounds in uniform registers keep the stages of the rings there too, and with them the descriptors. At dim 128 there are
   // not enough of those registers: vector registers and one REDUX per use are faster.
   static constexpr bool kUniform = kDim != 128;
-  static constexpr int kThreads = 512;
-  static constexpr int kProducerRegisters = 32, kMainRegisters = 208, kQueryRegisters = 64;
+  static constexpr int kGroups = groups_of(kTile);  // warpgroups beside those of the producer and of dQ
+  static constexpr int kThreads = 128 * (1 + kGroups + (kSums ? 1 : 0));
+  static constexpr int kProducerRegisters = kSums || kGroups == 3 ? 32 : 40;
+  static constexpr int kMainRegisters = kGroups == 3 ? 160 : kSums ? 208 : 232, kQueryRegisters = 64;
 
   // Shared memory, bytes. Panels of 64 columns: [panel][row][128 bytes], 128-byte swizzle; dS [panel of 64 rows][key][128 bytes].
   static constexpr uint32_t kRowBytes = kRows * kDim * 2, kRowPanel = kRows * 128;
   static constexpr uint32_t kKeyBytes = kKeys * kDim * 2, kKeyPanel = kKeys * 128;
-  static constexpr uint32_t kScoreBytes = kRows * kKeys * 2;
+  static constexpr uint32_t kScoreBytes = kSums || kWide ? kRows * kKeys * 2 : 0;
   static constexpr uint32_t kStatisticsBytes = kRows * 32;
   static constexpr uint32_t kKeyAt = 0;
   static constexpr uint32_t kValueAt = kKeyAt + kKeyStages * kKeyBytes;
   static constexpr uint32_t kQueryAt = kValueAt + kValueStages * kKeyBytes;
   static constexpr uint32_t kGradientAt = kQueryAt + kQueries * kRowBytes;
   static constexpr uint32_t kScoreAt = kGradientAt + kGradients * kRowBytes;
-  static constexpr uint32_t kWeightAt = kScoreAt + kScores * kScoreBytes;  // P between the warpgroups, where kWide
+  static constexpr uint32_t kWeightAt =
+      kScoreAt + (kSums ? kScores * kScoreBytes : 0);  // P between the warpgroups, where kWide
   static constexpr uint32_t kStatisticsAt = kWeightAt + (kWide ? kScoreBytes : 0);
   // One group of 8 rows serves all 64 of an operand (stride 0). compute-sanitizer takes the operand for 2048 bytes from here on.
   static constexpr uint32_t kOnesAt = kStatisticsAt + kQueries * kStatisticsBytes;
@@ -76,15 +80,15 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t weight_empty() const { return weight_full() + 8; }
 
   __device__ __forceinline__ void init(bool cleans) const {
-    constexpr int kWarps = 4, kMain = 8;
+    constexpr int kWarps = 4, kMain = 4 * C::kGroups;
     for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kMain);
     for (int i = 0; i < C::kGradients; ++i) ptx::init_barrier(gradient_full(i), 1), ptx::init_barrier(gradient_empty(i), kMain);
     for (int i = 0; i < C::kKeyStages; ++i)
-      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), C::kWide ? 2 * kWarps : kMain + kWarps);
+      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
     for (int i = 0; i < C::kScores; ++i)
       ptx::init_barrier(score_full(i), C::kWide ? kWarps : kMain), ptx::init_barrier(score_empty(i), kWarps);
     for (int i = 0; i < C::kSlots; ++i) {
-      ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kMain + kWarps + (cleans ? 1 : 0));
+      ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kMain + (C::kSums ? kWarps : 0) + (cleans ? 1 : 0));
       ptx::init_barrier(cleared(i), 1);
     }
     for (int i = 0; i < C::kValueStages; ++i)

@@ -25,21 +25,20 @@ cudaError_t launch_behind(const Arguments& arguments, unsigned blocks, int threa
   return cudaLaunchKernelEx(&config, kKernel, arguments);
 }
 
-template <class T, int kVariant>
+template <class T, int kDim, int kRows>
 cudaError_t launch_backward_prepare(const PrepareArguments& arguments, unsigned blocks, cudaStream_t stream) {
-  constexpr BackwardTile kTile = kBackwardTiles[kVariant];
-  backward_prepare_kernel<T, kTile.bucket, kTile.rows>
-      <<<blocks*(kTile.rows / prepare_rows(kTile.bucket)), kRowKernelThreads, 0, stream>>>(arguments);
+  backward_prepare_kernel<T, kDim, kRows>
+      <<<blocks*(kRows / prepare_rows(kDim)) + arguments.gap_blocks, kRowKernelThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_backward_prepare(int variant, const PrepareArguments& arguments, unsigned blocks, cudaStream_t stream) {
-  static_assert(kBackwardVariants == 4);
-  return variant == 0   ? launch_backward_prepare<T, 0>(arguments, blocks, stream)
-         : variant == 1 ? launch_backward_prepare<T, 1>(arguments, blocks, stream)
-         : variant == 2 ? launch_backward_prepare<T, 2>(arguments, blocks, stream)
-                        : launch_backward_prepare<T, 3>(arguments, blocks, stream);
+  const BackwardTile& tile = kBackwardTiles[variant];
+  if (tile.rows == 128) return launch_backward_prepare<T, 64, 128>(arguments, blocks, stream);
+  return tile.bucket <= 64    ? launch_backward_prepare<T, 64, 64>(arguments, blocks, stream)
+         : tile.bucket <= 128 ? launch_backward_prepare<T, 128, 64>(arguments, blocks, stream)
+                              : launch_backward_prepare<T, 256, 64>(arguments, blocks, stream);
 }
 
 template <class T, int kDim>
@@ -70,8 +69,7 @@ cudaError_t launch_backward_rows(const RowArguments& arguments, unsigned blocks,
   using Config = RowConfig<T, kVariant>;
   constexpr auto kKernel = backward_rows_kernel<Config>;
   if (const cudaError_t error = cuda::allow_shared_memory<kKernel>(Config::kSharedBytes); error != cudaSuccess) return error;
-  kKernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch_behind<kKernel>(arguments, blocks, Config::kThreads, Config::kSharedBytes, stream);
 }
 
 }  // namespace flash::sm90

@@ -102,7 +102,11 @@ struct KeyGradients : BackwardWorker<C> {
     // dS leaves before dV is waited for: the store holds ptxas back from doing the arithmetic after the wait, and dQ starts early.
     uint32_t packed[C::kRows / 16][4];
     this->template pack<false>(score, packed);
-    this->store_scores(packed, score_to, gradient);
+    if constexpr (C::kSums) {
+      this->store_scores(packed, score_to, gradient);
+    } else {
+      ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);  // as in weigh()
+    }
     if (!final) ptx::wait(barriers.query_full(query.stage), query.parity);
     ptx::wait_products<0>();
     release(barriers.gradient_empty(gradient.stage));
@@ -129,8 +133,10 @@ struct KeyGradients : BackwardWorker<C> {
     query.next();
     ptx::wait(barriers.gradient_full(gradient.stage), gradient.parity);
     release(barriers.gradient_empty(gradient.stage));
-    ptx::wait(barriers.score_empty(gradient.stage), gradient.parity ^ 1);
-    release(barriers.score_full(gradient.stage));
+    if constexpr (C::kSums) {
+      ptx::wait(barriers.score_empty(gradient.stage), gradient.parity ^ 1);
+      release(barriers.score_full(gradient.stage));
+    }
     gradient.next();
   }
 
@@ -178,7 +184,7 @@ struct KeyGradients : BackwardWorker<C> {
   // read, which filled `scores`.
   __device__ __forceinline__ void store_key(BackwardSlot finished, int stage, const Ring<C::kScores>& scores) {
     if (p.write_dkey) {
-      ptx::wait(barriers.score_empty(scores.stage_before()), scores.parity_before());
+      if constexpr (C::kSums) ptx::wait(barriers.score_empty(scores.stage_before()), scores.parity_before());
       ptx::sync_named(1 + group, 128);
       const uint32_t staging = base + C::kKeyAt + stage * C::kKeyBytes + first_of_warp() * 128;
       this->stage(key_sum, p.scale, staging, m >> 31);

@@ -25,7 +25,7 @@ cudaError_t launch_backward(const BackwardArguments& arguments, unsigned blocks,
 template <class T>
 cudaError_t launch_backward(int variant, bool capped, const BackwardArguments& arguments, unsigned blocks,
                             cudaStream_t stream) {
-  static_assert(kBackwardVariants == 4);
+  static_assert(kBackwardVariants == 7);
   switch (variant * 2 + capped) {
     case 0:
       return launch_backward<T, 0, false>(arguments, blocks, stream);
@@ -39,6 +39,12 @@ cudaError_t launch_backward(int variant, bool capped, const BackwardArguments& a
       return launch_backward<T, 2, true>(arguments, blocks, stream);
     case 7:
       return launch_backward<T, 3, true>(arguments, blocks, stream);
+    case 8:
+      return launch_backward<T, 4, false>(arguments, blocks, stream);
+    case 10:
+      return launch_backward<T, 5, false>(arguments, blocks, stream);
+    case 12:
+      return launch_backward<T, 6, false>(arguments, blocks, stream);
   }
   return cudaErrorInvalidValue;
 }

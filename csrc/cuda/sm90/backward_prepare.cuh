@@ -8,6 +8,7 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/forward_gaps.cuh"
 #include "cuda/tile/layout.cuh"
 #include "problem/coords.h"
 #include "problem/softmax.h"
@@ -51,7 +52,19 @@ inline constexpr int kRowKernelThreads = 256;
 
 // Blocks take their work from the end: what a kernel touches last is what the next, from the start, or the one before, from the end,
 // finds in L2.
-__device__ __forceinline__ unsigned from_the_end() { return gridDim.x - 1 - blockIdx.x; }
+__device__ __forceinline__ unsigned from_the_end(unsigned blocks) { return blocks - 1 - blockIdx.x; }
+
+// The plane of a block and its place there, `pieces` per plane. Packed planes are heads of all sequences: blocks that run side by side
+// take the same rows of all of them, which lie side by side.
+struct RowBlock {
+  int plane, slot;
+};
+__device__ __forceinline__ RowBlock row_block(const problem::Problem& p, unsigned index, int pieces) {
+  const unsigned width = p.cu_seqlens_q != nullptr ? static_cast<unsigned>(p.heads) : pieces, line = index / width,
+                 place = index - line * width;
+  return p.cu_seqlens_q != nullptr ? RowBlock{static_cast<int>(place), static_cast<int>(line)}
+                                   : RowBlock{static_cast<int>(line), static_cast<int>(place)};
+}
 
 struct PrepareArguments {
   problem::Problem problem;
@@ -64,7 +77,42 @@ struct PrepareArguments {
   int cleared_planes;       // of kv heads, whose sums of dQ are cleared here; the main kernel clears the others
   unsigned* cleared;        // slices that are cleared, per plane, of `slices`; null where all are cleared here
   int planes, slices;
+  int gap_blocks;  // the last ones clear gradients of rows and keys that belong to no packed sequence
 };
+
+// Warp `warp` of `warps`: gradients of packed rows, or keys, that belong to no sequence are 0.
+template <class T>
+__device__ __forceinline__ void clear_gaps(const problem::Array& gradient, int64_t heads, int64_t dim,
+                                           const int32_t* cu_seqlens, int batch, int64_t total, int64_t longest, int warp,
+                                           int warps) {
+  if (gradient.data == nullptr) return;
+  const int lane = threadIdx.x & 31;
+  for (int first = 0; first <= batch; first += 32) {  // a lane looks at one gap
+    const Gap mine = first + lane <= batch
+                         ? find_gap(cu_seqlens, batch, static_cast<int>(total), static_cast<int>(longest), first + lane)
+                         : Gap{0, 0};
+    for (uint32_t found = __ballot_sync(~0u, mine.count > 0); found != 0; found &= found - 1) {
+      const int owner = __ffs(found) - 1;
+      const int from = __shfl_sync(~0u, mine.from, owner), end = from + __shfl_sync(~0u, mine.count, owner);
+      for (int row = from + warp; row < end; row += warps) {
+        for (int head = 0; head < heads; ++head) {
+          T* to = static_cast<T*>(gradient.data) + problem::offset(gradient, 0, head, row) + lane * 8;
+          if (lane * 8 < dim) *reinterpret_cast<uint4*>(to) = uint4{};
+        }
+      }
+    }
+  }
+}
+template <class T>
+__device__ __forceinline__ void clear_gaps(const PrepareArguments& a, int block) {
+  const problem::Problem& p = a.problem;
+  const problem::Gradients& g = a.gradients;
+  constexpr int kWarps = kRowKernelThreads / 32;
+  const int warp = block * kWarps + threadIdx.x / 32, warps = a.gap_blocks * kWarps, batch = static_cast<int>(p.batch);
+  clear_gaps<T>(g.dquery, p.heads, p.head_dim, p.cu_seqlens_q, batch, p.total_rows, p.rows, warp, warps);
+  clear_gaps<T>(g.dkey, p.kv_heads, p.head_dim, p.cu_seqlens_k, batch, p.total_keys, p.keys, warp, warps);
+  clear_gaps<T>(g.dvalue, p.kv_heads, p.value_dim, p.cu_seqlens_k, batch, p.total_keys, p.keys, warp, warps);
+}
 
 // The lse statistic, see BackwardArguments::scale_log2. A row that saw nothing: P = 0.
 __device__ __forceinline__ float lowering(float lse, float lse_scale, float lse_raise) {
@@ -86,8 +134,9 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
   ptx::launch_kernel_behind();
   if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.planes && a.cleared != nullptr)
     a.cleared[i] = i < a.cleared_planes ? a.slices : 0;
-  const unsigned index = from_the_end(), unit = index / kParts, part = index - unit * kParts;
-  const int plane = unit / a.units, slot = unit - plane * a.units;
+  if (const int block = blockIdx.x - (gridDim.x - a.gap_blocks); block >= 0) return clear_gaps<T>(a, block);
+  const unsigned index = from_the_end(gridDim.x - a.gap_blocks), unit = index / kParts, part = index - unit * kParts;
+  const auto [plane, slot] = row_block(p, unit, a.units);
   int64_t batch = plane / p.heads;
   const int64_t head = plane - batch * p.heads;  // packed: plane is the head
   const int64_t piece = common::find_piece(p.cu_seqlens_q, p.batch, kRows, slot, &batch);
@@ -109,7 +158,7 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
   const bool inside = lane * 8 < p.value_dim;
   const T* gOut = static_cast<const T*>(out.data) + problem::offset(out, batch, head, s.row + first + line) + lane * 8;
   const T* gGradient = static_cast<const T*>(dout.data) + problem::offset(dout, batch, head, s.row + first + line) + lane * 8;
-  uint4* gStatistics = a.statistics + static_cast<int64_t>(unit) * (2 * kRows) + part * (2 * kPrepareRows);
+  uint4* gStatistics = a.statistics + (static_cast<int64_t>(plane) * a.units + slot) * (2 * kRows) + part * (2 * kPrepareRows);
   const int64_t gPlace = problem::lse_offset(p, batch, head, s.row + first + line);
   uint4 rOut[kPasses], rGradient[kPasses];
   float rLse[kPasses];
@@ -162,8 +211,7 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_convert_kernel(con
   __shared__ __align__(16) uint32_t sRows[kConvertRows][kDim / 2 + 4];  // 4: rows 16 bytes apart in the banks
   ptx::wait_kernel_before();
   const problem::Problem& p = a.problem;
-  const unsigned index = from_the_end();
-  const int plane = index / a.pieces, slot = index - plane * a.pieces;
+  const auto [plane, slot] = row_block(p, from_the_end(gridDim.x), a.pieces);
   int64_t batch = plane / p.heads;
   const int64_t head = plane - batch * p.heads;
   const int64_t piece = common::find_piece(p.cu_seqlens_q, p.batch, kConvertRows, slot, &batch);

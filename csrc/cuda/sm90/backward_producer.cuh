@@ -136,12 +136,14 @@ struct BackwardProducer {
     if (more) load_key(slot_at(current));
     if (C::kValueStages > 1 && more) load_value(slot_at(current));
     ptx::wait_kernel_before();  // the statistics, and through them the sums
+    // dQ by itself reads nothing of this kernel: its blocks begin where this one's end.
+    if (!C::kSums) ptx::launch_kernel_behind();
     while (more) {
       more = feed(slot_at(current));
       current = current + 1 == C::kSlots ? 0 : current + 1;
       if (C::kKeyStages == 1 && more) load_key(slot_at(current));
     }
-    ptx::launch_kernel_behind();
+    if (C::kSums) ptx::launch_kernel_behind();
     __threadfence();
     if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
   }

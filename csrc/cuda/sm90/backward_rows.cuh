@@ -1,9 +1,10 @@
-// sm90/backward_rows.cuh: dQ by itself, where it must be deterministic: a block owns 128 rows of one head at a time and walks over the
-// keys they see, newest first, so every sum has one order. Two warpgroups compute, 64 rows each; one thread feeds (TMA).
+// sm90/backward_rows.cuh: dQ by itself, where it must be deterministic: a block owns some rows of one head at a time and walks over the
+// keys they see, newest first, so every sum has one order. Two or three warpgroups compute, 64 rows each; one thread feeds (TMA).
 //   S = Q K^T, dP = dO V^T; P = 2^(c S - lse2), dS = P (dP - delta), an A operand as it comes; dQ += dS K
 // Products under way while a warpgroup does arithmetic:
 //   issue  S(j-1) | dP(j-1) | dQ += dS(j) K    wait S: P under dP;    wait dP: dS under dQ;    wait dQ, pack dS
 #pragma once
+#include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -22,15 +23,17 @@ struct RowArguments : ForwardArguments {
   CUtensorMap gradient;  // of the box [rows, 64]
   const float* delta;    // laid out as lse
   float scale;           // of dq
+  bool after_keys;       // whether the kernel before is that of dK and dV, which gives nothing that is read here
 };
 
 template <class T_, int kVariant>
 struct RowConfig {
   using T = T_;
   static constexpr RowGradientTile kTile = kRowGradientTiles[kVariant];
-  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64, kRows = kRowGradientRows, kKeys = kRowGradientKeys;
-  static constexpr int kKeyStages = kTile.keys, kValueStages = kTile.values, kSlots = 2, kThreads = 384;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
+  static constexpr int kGroups = kTile.warpgroups, kRows = rows_of(kTile), kKeys = kTile.keys;
+  static constexpr int kKeyStages = kTile.stages, kValueStages = kTile.values, kSlots = 2, kThreads = 128 * (kGroups + 1);
+  static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
   static constexpr uint32_t kRowBytes = kRows * kDim * 2, kRowPanel = kRows * 128;
   static constexpr uint32_t kKeyBytes = kKeys * kDim * 2, kKeyPanel = kKeys * 128;
   static constexpr uint32_t kQueryAt = 0;
@@ -58,7 +61,7 @@ struct RowBarriers {
   __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
 
   __device__ __forceinline__ void init() const {
-    constexpr int kWarps = 8;
+    constexpr int kWarps = 4 * C::kGroups;
     ptx::init_barrier(rows_full(), 1), ptx::init_barrier(rows_empty(), kWarps);
     for (int i = 0; i < C::kKeyStages; ++i) ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
     for (int i = 0; i < C::kValueStages; ++i) ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
@@ -113,6 +116,7 @@ struct RowProducer {
 
   __device__ __forceinline__ void run() {
     int claimed = -1;
+    if (!p.after_keys) ptx::wait_kernel_before();
     while (true) {
       const Slot to{base + C::kWorkAt + C::kWorkBytes * slot.stage};
       ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
@@ -125,6 +129,7 @@ struct RowProducer {
       if (claimed >= p.tiles) break;
       feed(to);
     }
+    ptx::wait_kernel_before();  // what follows this kernel finds all gradients
     __threadfence();
     if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
   }
@@ -142,11 +147,11 @@ struct RowGradients {
   Ring<C::kValueStages> value;
   Ring<C::kSlots> slot;
   Ring<1> rows;
-  Slot tile{};
   float score[C::kKeys / 2], gradient[C::kKeys / 2];                             // [64 rows, keys]: S, P; dP, dS
   uint32_t operand[C::kKeys / 16][4];                                            // dS as A operands
   float sum[C::kDim / 128 == 2 ? 2 : 1][C::kDim / 128 == 2 ? 64 : C::kDim / 2];  // [64 rows, dim]
   float lse2[2], delta[2];                                                       // of this lane's rows
+  int row, keys;  // this lane's first row on the axis of keys; keys of the sequence
 
   __device__ __forceinline__ RowGradients(const RowArguments& p, uint32_t base, int group)
       : p(p), base(ptx::uniform(base)), barriers{this->base + C::kBarriersAt}, group(group) {}
@@ -170,15 +175,15 @@ struct RowGradients {
   }
   // S and dP of the current stages, two batches.
   __device__ __forceinline__ void multiply_both() {
-    // `zero` keeps ptxas from holding the descriptors of all steps, more than there are uniform registers at head dim 256.
-    const uint32_t zero = C::kDim > 128 ? ptx::uniform(ptx::opaque_zero()) : 0;
+    // `zero` keeps ptxas from holding the descriptors of all steps, more than there are uniform registers.
+    const uint32_t zero = C::kDim > 64 ? ptx::uniform(ptx::opaque_zero()) : 0;
     const uint32_t rows_at = base + group * 64 * 128 + zero;
+    const uint32_t values_at = base + C::kValueAt + (C::kValueStages > 1 ? value.stage * C::kKeyBytes : zero);
     multiply(score, ptx::describe_matrix(rows_at + C::kQueryAt, 16, 1024),
              ptx::describe_matrix(base + C::kKeyAt + key.stage * C::kKeyBytes, 16, 1024));
-    multiply(gradient, ptx::describe_matrix(rows_at + C::kGradientAt, 16, 1024),
-             ptx::describe_matrix(base + C::kValueAt + value.stage * C::kKeyBytes, 16, 1024));
+    multiply(gradient, ptx::describe_matrix(rows_at + C::kGradientAt, 16, 1024), ptx::describe_matrix(values_at, 16, 1024));
   }
-  // sum += dS K of the stage before the current one (or of it), one batch.
+  // sum += dS K of a stage, one batch.
   __device__ __forceinline__ void accumulate(uint32_t stage) {
     const uint64_t b = ptx::describe_matrix(base + C::kKeyAt + stage * C::kKeyBytes, C::kKeyPanel, 1024);
 #pragma unroll
@@ -189,33 +194,26 @@ struct RowGradients {
     ptx::commit_products();
   }
 
-  // score: S -> P.
-  __device__ __forceinline__ void exponentiate(int block) {
-    const uint4 sequence = ptx::load_shared_16(tile.sequence());
-    const int keys = static_cast<int>(sequence.y), diagonal = p.bottom_right ? keys - static_cast<int>(sequence.x) : 0;
-    const int top = ptx::load_shared_volatile(tile.row()) + group * 64 + diagonal, first = block * C::kKeys;
-    const bool full = first + C::kKeys <= min(keys, top + p.right + 1) && first >= top + 63 - p.left;
-    if (!full) mask(score, top + warp * 16 + lane / 4, first + (lane & 3) * 2, p.left, p.right, keys);
-#pragma unroll
-    for (int i = 0; i < C::kKeys / 2; ++i) score[i] = ptx::exp2(fmaf(score[i], p.scale_log2, -lse2[(i >> 1) & 1]));
-  }
-
   // operand = dS of `block`, whose products are under way; with kBehind that of dQ of the block before is behind them.
-  template <bool kBehind>
+  template <bool kMask, bool kBehind>
   __device__ __forceinline__ void differentiate(int block) {
     ptx::wait_products<kBehind ? 2 : 1>();
-    exponentiate(block);
+    if constexpr (kMask) mask(score, row, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys);
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 2; ++i) score[i] = ptx::exp2(fmaf(score[i], p.scale_log2, -lse2[(i >> 1) & 1]));
     ptx::pin(score);
     ptx::wait(barriers.value_full(value.stage), value.parity);  // complete already: ends a basic block
     ptx::wait_products<kBehind ? 1 : 0>();
     release(barriers.value_empty(value.stage));
-    value.next();
 #pragma unroll
     for (int i = 0; i < C::kKeys / 2; ++i) score[i] *= gradient[i] - delta[(i >> 1) & 1];
-    if (kBehind) {
+    if constexpr (kBehind) {
+      ptx::pin(score);
+      ptx::wait(barriers.key_full(key.stage), key.parity);  // likewise
       ptx::wait_products<0>();
       release(barriers.key_empty(key.stage_before()));
     }
+    value.next();
 #pragma unroll
     for (int i = 0; i < C::kKeys / 4; ++i) operand[i / 4][i % 4] = ptx::pack(score[2 * i], score[2 * i + 1], T());
   }
@@ -226,8 +224,30 @@ struct RowGradients {
     ptx::fence_products();
   }
 
-  __device__ __forceinline__ void load_statistics() {
-    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+  // dS of `block` beside the product of the block before.
+  template <bool kMask>
+  __device__ __forceinline__ void step(int block) {
+    key.next();
+    wait_stages();
+    multiply_both();
+    accumulate(key.stage_before());
+    differentiate<kMask, true>(block);
+  }
+
+  // Blocks of keys that this warpgroup does not use.
+  __device__ __forceinline__ void pass(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      ptx::wait(barriers.key_full(key.stage), key.parity);
+      release(barriers.key_empty(key.stage));
+      key.next();
+      ptx::wait(barriers.value_full(value.stage), value.parity);
+      release(barriers.value_empty(value.stage));
+      value.next();
+    }
+  }
+
+  __device__ __forceinline__ void load_statistics(const uint4& place, const uint4& sequence) {
     const int length = static_cast<int>(sequence.x), head = static_cast<int>(place.y);
     const int64_t first =
         p.cu_seqlens_q != nullptr ? static_cast<int>(sequence.w) - length : static_cast<int>(sequence.w) * p.lse_batch;
@@ -239,13 +259,13 @@ struct RowGradients {
       if (row < length) {
         const int64_t at = head * p.lse_head + first + row;
         lse2[r] = bounded(problem::Softmax<float>::lse2(p.lse[at]));
-        delta[r] = p.delta[at];
+        delta[r] = __ldcg(p.delta + at);  // past L1: what wrote it may have ended after this block's L1 was last emptied
       }
     }
   }
 
   // dQ of this warp's rows through their place in the buffer of Q.
-  __device__ __forceinline__ void store() {
+  __device__ __forceinline__ void store(Slot tile) {
     ptx::sync_named(1 + group, 128);  // the warpgroup has read its rows of Q
     const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
     const int row = group * 64 + warp * 16;
@@ -273,35 +293,61 @@ struct RowGradients {
     release(barriers.rows_empty());
   }
 
+  // The blocks of a tile, newest first, of which this warpgroup sees [end, begin], all keys of those in [full_end, full_begin).
+  // Uniform, as in the forward: so the stages of the rings are, and the descriptors.
+  struct Walk {
+    int ahead, begin, full_begin, full_end, end, behind;
+  };
+  __device__ __forceinline__ Walk plan_walk(const uint4& place, const uint4& sequence) {
+    const int length = static_cast<int>(sequence.x), diagonal = p.bottom_right ? keys - length : 0;
+    const int first = static_cast<int>(place.z), last = static_cast<int>(place.w);
+    const int from = static_cast<int>(place.x) + group * 64, top = from + diagonal,
+              bottom = min(from + 64, length) - 1 + diagonal;
+    row = top + warp * 16 + lane / 4;
+    const int key = min(bottom + p.right, keys - 1), begin = from < length && key >= 0 ? min(key / C::kKeys, last) : -1;
+    const int end = max(first, max(top - p.left, 0) / C::kKeys);
+    if (begin < end) return {ptx::uniform(last - first + 1), -1, 0, 0, 0, 0};
+    const int full_begin = max(min(keys, top + p.right + 1), 0) / C::kKeys;
+    const int full_end = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
+    return {ptx::uniform(last - begin),       ptx::uniform(begin), ptx::uniform(max(full_begin, end)),
+            ptx::uniform(max(full_end, end)), ptx::uniform(end),   ptx::uniform(end - first)};
+  }
+
+  __device__ __forceinline__ void walk(Walk w) {
+    wait_stages();
+    multiply_both();
+    differentiate<true, false>(w.begin);
+    int block = w.begin - 1;
+#pragma unroll 1
+    for (; block >= w.full_begin; --block) step<true>(block);
+#pragma unroll 1
+    for (; block >= w.full_end; --block) step<false>(block);
+#pragma unroll 1
+    for (; block >= w.end; --block) step<true>(block);
+    ptx::fence_products();
+    accumulate(key.stage);
+    ptx::wait_products<0>();
+    release(barriers.key_empty(key.stage));
+    key.next();
+  }
+
   __device__ __forceinline__ void run() {
     while (true) {
       ptx::wait(barriers.work_full(slot.stage), slot.parity);
-      tile = Slot{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-      if (static_cast<Kind>(ptx::uniform(ptx::load_shared_volatile(tile.kind()))) == Kind::kEnd) break;
-      load_statistics();
+      const Slot tile{base + C::kWorkAt + C::kWorkBytes * slot.stage};
+      ptx::fence_products();  // tells ptxas that the warp is together: what REDUX gives then stays uniform
+      if (static_cast<Kind>(ptx::uniform(static_cast<int>(ptx::load_shared_volatile(tile.kind())))) == Kind::kEnd) break;
+      const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence());
+      keys = static_cast<int>(sequence.y);
+      load_statistics(place, sequence);
+      const Walk steps = plan_walk(place, sequence);
 #pragma unroll
       for (int i = 0; i < C::kDim / 2; ++i) (C::kDim > 128 ? sum[i / 64][i % 64] : sum[0][i]) = 0;
-      const uint4 place = ptx::load_shared_16(tile.place());
-      const int first = ptx::uniform(static_cast<int>(place.z));
-      int block = ptx::uniform(static_cast<int>(place.w));
       ptx::wait(barriers.rows_full(), rows.parity);
-      wait_stages();
-      multiply_both();
-      differentiate<false>(block);
-#pragma unroll 1
-      for (--block; block >= first; --block) {
-        key.next();
-        wait_stages();
-        multiply_both();
-        accumulate(key.stage_before());
-        differentiate<true>(block);
-      }
-      ptx::fence_products();
-      accumulate(key.stage);
-      ptx::wait_products<0>();
-      release(barriers.key_empty(key.stage));
-      key.next();
-      store();
+      pass(steps.ahead);
+      if (steps.begin >= 0) walk(steps);
+      pass(steps.behind);
+      store(tile);
       rows.next();
       __syncwarp();
       release(barriers.work_empty(slot.stage));

@@ -116,14 +116,22 @@ struct WideGradients : BackwardWorker<C> {
     } else {
       release(barriers.gradient_empty(gradient.stage));
       // Before the arithmetic: the wait ends a basic block, so that ptxas loads all of P at once.
-      ptx::wait(barriers.score_empty(this->score_slot.stage), this->score_slot.parity ^ 1);
+      if constexpr (C::kSums) {
+        ptx::wait(barriers.score_empty(this->score_slot.stage), this->score_slot.parity ^ 1);
+      } else {
+        ptx::wait(barriers.query_full(query.stage), query.parity);  // complete already
+      }
       differentiate(weights);
     }
     uint32_t packed[C::kRows / 16][4];
     if constexpr (!kValues) {
       this->template pack<false>(score, packed);
-      this->store_scores(packed, score_to, this->score_slot);
-      this->score_slot.next();
+      if constexpr (C::kSums) {
+        this->store_scores(packed, score_to, this->score_slot);
+        this->score_slot.next();
+      } else {
+        ptx::wait(barriers.query_full(query.stage), query.parity);  // complete already: ends a basic block, as the store does
+      }
     }
     if constexpr (!kFirst) {
       if constexpr (kValues) {

@@ -10,21 +10,22 @@ namespace flash::sm90 {
 struct Gap {
   int from, count;
 };
-__device__ __forceinline__ Gap find_gap(const ForwardArguments& p, int i) {
-  const auto start_of = [&](int sequence) { return min(max(p.cu_seqlens_q[sequence], 0), p.total_rows); };
+__device__ __forceinline__ Gap find_gap(const int32_t* cu_seqlens, int batch, int total, int longest, int i) {
+  const auto start_of = [&](int sequence) { return min(max(cu_seqlens[sequence], 0), total); };
   int from = 0;
   if (i > 0) {
     const int start = start_of(i - 1);
-    from = start + min(max(min(p.cu_seqlens_q[i], p.total_rows) - start, 0), p.rows);
+    from = start + min(max(min(cu_seqlens[i], total) - start, 0), longest);
   }
-  return {from, (i < p.batch ? start_of(i) : p.total_rows) - from};
+  return {from, (i < batch ? start_of(i) : total) - from};
 }
 
 // By one warp of every block; blocks take turns at the rows.
 __device__ __forceinline__ void clear_gaps(const ForwardArguments& p) {
   const int lane = threadIdx.x & 31;
   for (int first = 0; first <= p.batch; first += 32) {  // a lane looks at one gap
-    const Gap mine = first + lane <= p.batch ? find_gap(p, first + lane) : Gap{0, 0};
+    const Gap mine =
+        first + lane <= p.batch ? find_gap(p.cu_seqlens_q, p.batch, p.total_rows, p.rows, first + lane) : Gap{0, 0};
     for (uint32_t found = __ballot_sync(~0u, mine.count > 0); found != 0; found &= found - 1) {
       const int owner = __ffs(found) - 1;
       const int from = __shfl_sync(~0u, mine.from, owner), end = from + __shfl_sync(~0u, mine.count, owner);

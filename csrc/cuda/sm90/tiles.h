@@ -97,29 +97,43 @@ inline int64_t forward_tiles(const problem::Problem& p, int variant) {
 struct BackwardTile {
   int bucket;  // largest head_dim and value_dim; smaller ones are padded by TMA with zeros
   int rows, keys;
-  int queries;  // buffers of Q
+  int queries, gradients;  // buffers of Q, of dO
+  bool sums;  // whether dQ is summed too, by a warpgroup of its own; else registers and room of dS serve the others
 };
 
 inline constexpr BackwardTile kBackwardTiles[] = {
-    {64, 128, 128, 3},  // 0: 205 KB
-    {128, 64, 128, 3},  // 1: 215 KB; more rows leave no registers for S beside dK and dV
-    {256, 64, 64, 2},   // 2: 223 KB
-    {64, 64, 128, 3},   // 3: with softcap, whose slopes take the registers of the other 64 rows
+    {64, 128, 128, 3, 2, true},  // 0: 205 KB
+    {128, 64, 128, 3, 2, true},  // 1: 215 KB; more rows leave no registers for S beside dK and dV
+    {256, 64, 64, 2, 2, true},   // 2: 223 KB
+    {64, 64, 128, 3, 2, true},   // 3: with softcap, whose slopes take the registers of the other 64 rows
+    // 4: 207 KB. Three warpgroups: 5 % faster than two with 128 rows. lse and delta read by every thread: 15 to 36 % slower.
+    {64, 64, 192, 6, 6, false},
+    {128, 64, 128, 3, 3, false},  // 5: 199 KB
+    {256, 64, 64, 2, 2, false},   // 6: 207 KB
 };
+// Warpgroups beside that of dQ: 64 keys each, or two that share them.
+constexpr int groups_of(const BackwardTile& tile) { return tile.keys == 64 ? 2 : tile.keys / 64; }
 inline constexpr int kBackwardVariants = sizeof(kBackwardTiles) / sizeof(BackwardTile);
 
-// dQ by itself, where it must be deterministic: 128 rows a block, 64 keys a step.
+// dQ by itself, where it must be deterministic.
 struct RowGradientTile {
   int bucket;
-  int keys, values;  // buffers of K and of V
+  int warpgroups;      // consumers, 64 query rows each
+  int keys;            // of a step
+  int stages, values;  // buffers of K, of V
+  int producer_registers, consumer_registers;
 };
 
+// Measured on an H200, 8k rows. A second buffer of Q and dO and turns at issuing products gave nothing.
 inline constexpr RowGradientTile kRowGradientTiles[] = {
-    {64, 4, 4},   // 0: 96 KB
-    {128, 4, 4},  // 1: 192 KB
-    {256, 2, 1},  // 2: 224 KB
+    // 0: 145 KB. Two warpgroups with 128 keys 5 % slower, with 64 keys and S, dP a step ahead 14 %, with 96 keys and Q, dO in registers
+    // 11 %; four with 48 keys 9 %; three with 80 keys the same.
+    {64, 3, 64, 6, 6, 32, 160},
+    {128, 2, 64, 4, 4, 24, 240},  // 1: 192 KB; 96 keys the same
+    {256, 2, 64, 2, 1, 24, 240},  // 2: 224 KB
 };
-inline constexpr int kRowGradientRows = 128, kRowGradientKeys = 64;
+
+constexpr int rows_of(const RowGradientTile& tile) { return 64 * tile.warpgroups; }
 
 constexpr int row_gradient_variant(const problem::Problem& p) {
   const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
@@ -127,9 +141,10 @@ constexpr int row_gradient_variant(const problem::Problem& p) {
 }
 
 // Index into kBackwardTiles for a call that fits, -1 if the head dims do not.
-constexpr int backward_variant(const problem::Problem& p) {
+constexpr int backward_variant(const problem::Problem& p, const problem::Gradients& g) {
   const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  return dim <= 64 ? (p.softcap > 0 ? 3 : 0) : dim <= 128 ? 1 : dim <= 256 ? 2 : -1;
+  const bool capped = p.softcap > 0, sums = capped || (g.dquery.data != nullptr && !g.deterministic);
+  return dim <= 64 ? (capped ? 3 : sums ? 0 : 4) : dim <= 128 ? (sums ? 1 : 5) : dim <= 256 ? (sums ? 2 : 6) : -1;
 }
 
 // Why a backward call goes to sm80/, as the end of a sentence; null if the Hopper backward takes it.
@@ -156,8 +171,8 @@ inline int64_t backward_tiles(const problem::Problem& p, int variant) {
 
 // Tiles of rows of the same where dQ is computed by itself.
 inline int64_t row_gradient_tiles(const problem::Problem& p) {
-  constexpr int64_t kRows = kRowGradientRows;
-  return p.packed() ? p.heads * (p.total_rows / kRows + p.batch) : p.batch * p.heads * ((p.rows + kRows - 1) / kRows);
+  const int64_t rows = rows_of(kRowGradientTiles[row_gradient_variant(p)]);
+  return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
 // The workspace of a backward call, bytes: the counters; those of cleared slices; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ, 4 bytes an

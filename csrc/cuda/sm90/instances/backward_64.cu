@@ -1,4 +1,4 @@
-// Backward, 16-bit elements, head dims up to 64, without and with a softcap.
+// Backward, 16-bit elements, head dims up to 64, without and with a softcap, and without dQ.
 #include "cuda/sm90/backward_instance.cuh"
 
 namespace flash::sm90 {
@@ -7,5 +7,7 @@ template cudaError_t launch_backward<__nv_bfloat16, 0, false>(const BackwardArgu
 template cudaError_t launch_backward<__nv_bfloat16, 3, true>(const BackwardArguments&, unsigned, cudaStream_t);
 template cudaError_t launch_backward<__half, 0, false>(const BackwardArguments&, unsigned, cudaStream_t);
 template cudaError_t launch_backward<__half, 3, true>(const BackwardArguments&, unsigned, cudaStream_t);
+template cudaError_t launch_backward<__nv_bfloat16, 4, false>(const BackwardArguments&, unsigned, cudaStream_t);
+template cudaError_t launch_backward<__half, 4, false>(const BackwardArguments&, unsigned, cudaStream_t);
 
 }  // namespace flash::sm90
