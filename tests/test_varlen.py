@@ -187,6 +187,23 @@ def test_bad_lengths_stay_inside(content: list[int], device: str):
     assert out.isfinite().all() and query.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_rows_of_no_sequence(dtype: torch.dtype, device: str):
+    """Before, behind and beyond the longest length: gradients are 0 there, and everywhere else something."""
+    used = torch.zeros(400, dtype=torch.bool)
+    used[5:40] = used[90:190] = True
+    cu = torch.tensor([5, 40, 40, 90, 320], dtype=torch.int32, device=device)  # the last one of 230 rows is cut off at 100
+    used[40:90] = True
+    query, key, value, grad = (torch.randn(400, 2, 64, device=device, dtype=dtype) for _ in range(4))
+    for deterministic in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        with poisoned(device):
+            out, _ = varlen(*leaves, cu, cu, 100, 100, deterministic=deterministic)
+            gradients = torch.autograd.grad(out, leaves, grad)
+        for tensor in (out.detach(), *gradients):
+            assert torch.equal((tensor != 0).any(-1).all(-1).cpu(), used)
+
+
 def test_max_seqlen_as_a_tensor(device: str):
     """V6: torch reads a 0-d integer tensor as the number it holds (on a GPU that waits for it: pass an int there)."""
     query = torch.randn(8, 2, 8, device=device)
