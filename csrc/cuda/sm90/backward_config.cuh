@@ -59,7 +59,7 @@ struct BackwardConfig {
   static_assert(kSharedBytes <= 232448);
 };
 
-// Full: 1 arrival (the producer) and its bytes, or 1 per warp that writes. Empty: 1 arrival per warp that reads.
+// Full: 1 arrival (the producer) and its bytes, or 1 per warp that writes. Empty: 1 arrival per warp that reads. Of P: every lane.
 template <class C>
 struct BackwardBarriers {
   uint32_t base;
@@ -93,7 +93,7 @@ struct BackwardBarriers {
     }
     for (int i = 0; i < C::kValueStages; ++i)
       ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), C::kWide ? kWarps : kMain);
-    ptx::init_barrier(weight_full(), kWarps), ptx::init_barrier(weight_empty(), kWarps);
+    ptx::init_barrier(weight_full(), 32 * kWarps), ptx::init_barrier(weight_empty(), 32 * kWarps);
     ptx::fence_barrier_init();
   }
 };

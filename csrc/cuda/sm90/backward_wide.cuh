@@ -51,8 +51,8 @@ struct WideGradients : BackwardWorker<C> {
     ptx::commit_products();
   }
 
-  // score = P, and what dS needs of it to the other warpgroup. racecheck calls this a race, as it does not follow a lane that arrives for
-  // its warp: where every lane arrives it is silent.
+  // score = P, and what dS needs of it to the other warpgroup. Every lane arrives, here and where dS has read: as fast as one for its
+  // warp, and racecheck can follow it.
   __device__ __forceinline__ void weigh(int m, const Steps& full) {
     uint32_t slope[Worker::kSlopes];
     this->exponentiate(score, slope, tile, 0, m, full);
@@ -67,8 +67,7 @@ struct WideGradients : BackwardWorker<C> {
                                : ptx::pack(score[8 * i + 2 * e], score[8 * i + 2 * e + 1], T());
       ptx::store_shared(weights_at(i), make_uint4(words[0], words[1], words[2], words[3]));
     }
-    __syncwarp();
-    release(barriers.weight_full());
+    ptx::arrive(barriers.weight_full());
     weight_parity ^= 1;
   }
   __device__ __forceinline__ uint32_t weights_at(int i) const {
@@ -80,8 +79,7 @@ struct WideGradients : BackwardWorker<C> {
     ptx::wait(barriers.weight_full(), weight_parity);
 #pragma unroll
     for (int i = 0; i < C::kRows / 16; ++i) weights[i] = ptx::load_shared_16(weights_at(i));
-    __syncwarp();
-    release(barriers.weight_empty());
+    ptx::arrive(barriers.weight_empty());
     weight_parity ^= 1;
   }
 
