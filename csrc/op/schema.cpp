@@ -89,4 +89,7 @@ TORCH_LIBRARY(flash, m) {
       "explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
       "*, SymInt? window_left=None, SymInt? window_right=None, bool bottom_right=False, float softcap=0.0, "
       "float dropout_p=0.0, bool? deterministic=None) -> str");
+
+  // Whether torch's own SDPA runs on these kernels where it chooses its flash backend; key: "CUDA". See op/takeover.cpp.
+  m.def("override_sdpa(str key, bool on) -> ()");
 }
