@@ -58,8 +58,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, o: Options, seed: Tensor | None = Non
     """[B, L, H, D] -> out [B, L, H, D], lse [B, H, L]."""
     if o.alibi_slopes is None and o.dropout_p == 0.0:
         return torch.ops.flash.attention_rows_first(
-            q, k, v, window_left=o.left, window_right=o.right, bottom_right=True, scale=o.scale, softcap=o.softcap,
-            deterministic=o.deterministic,
+            q, k, v, o.left, o.right, True, o.scale, o.softcap, False, o.deterministic
         )  # fmt: skip
     if seed is None:
         seed = draw_seed(q, o.dropout_p)

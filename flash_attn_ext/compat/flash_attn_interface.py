@@ -31,8 +31,7 @@ def flash_attn_func(
     if dropout_p == 0.0 and alibi_slopes is None and not return_attn_probs:
         left, right = ends(causal, window_size)  # the common case, worth some microseconds of the host
         return torch.ops.flash.attention_rows_first(
-            q, k, v, window_left=left, window_right=right, bottom_right=True, scale=softmax_scale, softcap=softcap,
-            deterministic=deterministic or None,
+            q, k, v, left, right, True, softmax_scale, softcap, False, deterministic or None
         )[0]  # fmt: skip
     o = options(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic)
     return _result(*_calls.dense(q, k, v, o), return_attn_probs, dropout_p)

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers.masking_utils import flash_attention_mask
 
 from .. import functional
+from .._arguments import accumulated, draw_seed
+from . import _row
 
 NAME = "flash_attn_ext"
 FEW_ROWS = 16  # up to here padding is masked; from here on it is cut out, which costs a copy and reading the lengths
@@ -74,14 +76,17 @@ def _restarts(position_ids: Tensor) -> _Packing | None:
     return _of_lengths(ends.diff(prepend=ends.new_zeros(1)), None)
 
 
+def _may_be_packed(position_ids: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether one row of a batch may hold several sequences, as far as sizes tell."""
+    batch, _, rows, _ = query.shape
+    return bool(batch == 1 and rows != 1 and rows == key.shape[2] and position_ids.dim() == 2)
+
+
 def _packed_by(position_ids: Tensor, query: Tensor, key: Tensor) -> _Packing | None:
     """The sequences that one row of a batch holds, by its positions; None if it is one sequence."""
     if _last_positions.result is None and _last_positions.knows(position_ids):
         return None  # all layers but the first
-    batch, _, rows, _ = query.shape
-    if batch != 1 or rows == 1 or rows != key.shape[2] or position_ids.dim() != 2:
-        return None
-    return _last_positions.get(position_ids, _restarts)
+    return _last_positions.get(position_ids, _restarts) if _may_be_packed(position_ids, query, key) else None
 
 
 def attention(
@@ -108,12 +113,19 @@ def attention(
     packing = None
     if attention_mask is None and not lengths_or_pages:
         if position_ids is not None and causal:
-            packing = _packed_by(position_ids, query, key)
+            if torch.compiler.is_compiling():
+                if _may_be_packed(position_ids, query, key):
+                    out, _ = _row.attention_of_row(
+                        query, key, value, *_row.sequence_ends(position_ids), accumulated(s_aux, query),
+                        draw_seed(query, dropout), window and window[0], scaling, softcap or 0.0, dropout,
+                    )  # fmt: skip
+                    return out.transpose(1, 2), None
+            else:
+                packing = _packed_by(position_ids, query, key)
         if packing is None and dropout == 0.0 and s_aux is None:  # the common case, worth some microseconds of the host
             left, right = window or (None, None)
             return torch.ops.flash.attention_rows_first(
-                query, key, value, window_left=left, window_right=0 if causal else right, bottom_right=causal, scale=scaling,
-                softcap=softcap or 0.0, heads_first_in=True,
+                query, key, value, left, 0 if causal else right, causal, scaling, softcap or 0.0, True
             )[0], None  # fmt: skip
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "window": window}
     if more.get("block_table") is not None and more.get("k_cache") is not None:
