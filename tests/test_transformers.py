@@ -219,3 +219,29 @@ def test_continuous_batching_step(device: str):
         torch.testing.assert_close(keys[0, :, -1], key[0, :, b])
         true = torch.nn.functional.scaled_dot_product_attention(query[:, :, b : b + 1], keys, values, enable_gqa=True)
         torch.testing.assert_close(out[:, b], true[:, :, 0])
+
+
+@pytest.mark.parametrize("lengths", [(12,), (5, 7)])
+def test_operators_of_compiled_rows(lengths: tuple[int, ...], device: str):
+    """Contracts of the operators that read positions inside a graph, and what they do with dropout and sinks."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+    operators = torch.ops.flash_attn_ext
+    torch.library.opcheck(operators.sequence_ends.default, (positions,))
+    query = torch.randn(1, 2, 12, 8, device=device, requires_grad=True)
+    sinks = torch.randn(2, device=device, requires_grad=True)
+    row = operators.sequence_ends(positions)
+    torch.library.opcheck(operators.attention_of_row.default, (query, query, query, *row, sinks, None, 3, None, 5.0, 0.0))
+    layer = torch.nn.Identity()
+
+    def call(query: Tensor, sinks: Tensor) -> Tensor:
+        return flash.attention(
+            layer, query, query, query, None, dropout=0.3, sliding_window=4, s_aux=sinks, position_ids=positions
+        )[0]
+
+    results = []
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        out = function(query, sinks)
+        results += [(out, *torch.autograd.grad(out.square().sum(), (query, sinks)))]
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)

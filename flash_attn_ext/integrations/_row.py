@@ -70,22 +70,23 @@ def _(
 
 @torch.library.custom_op("flash_attn_ext::attention_of_row_backward", mutates_args=())
 def _attention_of_row_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, counts: Tensor,
-    sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float, dropout_p: float,
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
+    counts: Tensor, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The last result is empty where there are no sinks."""
     options = _options(left, scale, softcap, dropout_p)
     sequences, longest = counts.tolist()
     if sequences == 1:
         dquery, dkey, dvalue, _, dsinks = torch.ops.flash.attention_backward(
-            grad_out, None, query, key, value, out, lse, None, None, sinks, seed, [True, True, True, False, sinks is not None],
+            grad_out, grad_lse, query, key, value, out, lse, None, None, sinks, seed, [True, True, True, False, sinks is not None],
             **options,
         )  # fmt: skip
     else:
         cu_seqlens = ends[: sequences + 1]
         grad_out, query, key, value, out = _packed(grad_out, query, key, value, out)
         dquery, dkey, dvalue, dsinks = torch.ops.flash.attention_varlen_backward(
-            grad_out, None, query, key, value, out, lse[0], cu_seqlens, cu_seqlens, longest, longest, None, sinks, seed,
+            grad_out, None if grad_lse is None else grad_lse[0], query, key, value, out, lse[0], cu_seqlens, cu_seqlens, longest, longest, None, sinks, seed,
             [True, True, True, sinks is not None], **options,
         )  # fmt: skip
         dquery, dkey, dvalue = (gradient.transpose(0, 1)[None] for gradient in (dquery, dkey, dvalue))
@@ -94,11 +95,12 @@ def _attention_of_row_backward(
 
 @_attention_of_row_backward.register_fake
 def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, counts: Tensor,
-    sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float, dropout_p: float,
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
+    counts: Tensor, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dquery, dkey, dvalue, _, dsinks = torch.ops.flash.attention_backward(
-        grad_out, None, query, key, value, out, lse, None, None, sinks, seed, [True, True, True, False, sinks is not None],
+        grad_out, grad_lse, query, key, value, out, lse, None, None, sinks, seed, [True, True, True, False, sinks is not None],
         **_options(left, scale, softcap, dropout_p),
     )  # fmt: skip
     return dquery, dkey, dvalue, query.new_empty(0) if dsinks is None else dsinks
@@ -111,12 +113,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """lse is not handed out by this package's function for transformers: it has no gradient."""
-    assert grad_lse is None
-    if grad_out is None:
-        return (None,) * 11
-    *gradients, dsinks = _attention_of_row_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None if ctx.saved_tensors[7] is None else dsinks, *[None] * 5
+    query, key, value, out, lse, ends, counts, sinks, seed = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    *gradients, dsinks = _attention_of_row_backward(
+        grad_out, grad_lse, query, key, value, out, lse, ends, counts, sinks, seed, *ctx.options
+    )
+    return *gradients, None, None, None if sinks is None else dsinks, *[None] * 5
 
 
 attention_of_row.register_autograd(_backward, setup_context=_save)
