@@ -17,6 +17,17 @@ class Interval(NamedTuple):
     right: int | None
     bottom_right: bool
 
+    def given(self, bottom_right: bool) -> dict[str, Any]:
+        """As the function given() does; bottom_right: the operator's default."""
+        result: dict[str, Any] = {}
+        if self.left is not None:
+            result["window_left"] = self.left
+        if self.right is not None:
+            result["window_right"] = self.right
+        if self.bottom_right is not bottom_right:
+            result["bottom_right"] = self.bottom_right
+        return result
+
 
 def interval(causal: Causal, window: Window | None, *, bottom_right: bool) -> Interval:
     """bottom_right: the alignment that causal=True, or no causal at all, means to this caller."""
@@ -28,13 +39,17 @@ def interval(causal: Causal, window: Window | None, *, bottom_right: bool) -> In
     return Interval(left, 0 if causal else right, bottom_right)
 
 
-def given(scale: float | None, softcap: float) -> dict[str, Any]:
+def given(scale: float | None, softcap: float, dropout_p: float = 0.0, deterministic: bool | None = None) -> dict[str, Any]:
     """Those that are not an operator's defaults, by name: every argument that it gets costs the host half a microsecond."""
     result: dict[str, Any] = {}
     if scale is not None:
         result["scale"] = scale
     if softcap != 0.0:
         result["softcap"] = softcap
+    if dropout_p != 0.0:
+        result["dropout_p"] = dropout_p
+    if deterministic is not None:
+        result["deterministic"] = deterministic
     return result
 
 

@@ -93,10 +93,8 @@ def attention(
         return torch.ops.flash.attention(query, key, value, attn_mask, dropout_p, bool(causal), scale=scale, enable_gqa=grouped)
     span = interval(causal, window, bottom_right=False)
     folded = fold(query, key, value, attn_mask, alibi_slopes, sinks, enable_gqa)
-    out, lse = torch.ops.flash.attention_forward(
-        *_tensors(folded), draw_seed(folded.query, dropout_p), window_left=span.left, window_right=span.right,
-        bottom_right=span.bottom_right, scale=scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic,
-    )  # fmt: skip
+    options = given(scale, softcap, dropout_p, deterministic) | span.given(bottom_right=False)
+    out, lse = torch.ops.flash.attention_forward(*_tensors(folded), draw_seed(folded.query, dropout_p), **options)
     return (folded.unfold(out), folded.unfold(lse)) if return_lse else folded.unfold(out)
 
 
@@ -160,9 +158,8 @@ def attention_varlen(
     query, key, value = autocast(query, key, value)
     out, lse = torch.ops.flash.attention_varlen_forward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        accumulated(alibi_slopes, query), accumulated(sinks, query), draw_seed(query, dropout_p), window_left=span.left,
-        window_right=span.right, bottom_right=span.bottom_right, scale=scale, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic,
+        accumulated(alibi_slopes, query), accumulated(sinks, query), draw_seed(query, dropout_p),
+        **given(scale, softcap, dropout_p, deterministic), **span.given(bottom_right=True),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -240,8 +237,7 @@ def attention_decode(
         )
     options = given(scale, softcap)
     if causal is not False or window is not None:
-        span = interval(causal, window, bottom_right=True)
-        options |= {"window_left": span.left, "window_right": span.right, "bottom_right": span.bottom_right}
+        options |= interval(causal, window, bottom_right=True).given(bottom_right=True)
     if appended > 0:
         options["appended"] = appended
     out, lse = torch.ops.flash.attention_decode(

@@ -83,6 +83,8 @@ def test_unknown_schemas_are_refused(name: str, monkeypatch: pytest.MonkeyPatch)
     more = torch._C.parse_schema(text.replace("float? scale=None", "float? scale=None, Tensor? colour=None"))
     fewer = torch._C.parse_schema(text.replace(", *, float? scale=None, ", ", *, ").replace(", *, float? scale=None)", ")"))
     assert "colour" in _takeover.unknown_schema(name, more) and "scale" in _takeover.unknown_schema(name, fewer)
+    turned = torch._C.parse_schema(text.replace("Tensor query, Tensor key", "Tensor key, Tensor query"))
+    assert "in the order" in _takeover.unknown_schema(name, turned)  # its arguments are taken by place
     monkeypatch.setitem(_takeover._KNOWN, name, (_takeover._KNOWN[name][0], 4))
     with pytest.raises(RuntimeError, match=f"cannot take over.*aten::{name}.*returns"):
         flash_attn_ext.activate()

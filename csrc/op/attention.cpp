@@ -219,7 +219,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 }
 
 OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
-                  bool bottom_right, OptDouble scale, double softcap, OptBool deterministic, bool heads_first_in) {
+                  bool bottom_right, OptDouble scale, double softcap, bool heads_first_in, OptBool deterministic) {
   TORCH_CHECK(
       query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
       query.dim(), ", ", key.dim(), " and ", value.dim(), " dimensions: they must be ",

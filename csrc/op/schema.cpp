@@ -21,11 +21,11 @@ TORCH_LIBRARY(flash, m) {
       "float? scale=None, float softcap=0.0, float dropout_p=0.0, bool? deterministic=None) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 
-  // attention_forward of [B, L, H, E] tensors, without what needs a seed: transposed views around it, made here because they cost the
-  // host less than in Python. Returns out [B, L, H, Ev] and lse [B, H, L]. heads_first_in: only out has rows first.
+  // attention_forward of [B, L, H, E] tensors, without what needs a seed. Views around attention_forward would do, but cost the host
+  // more, and so do keywords. Returns out [B, L, H, Ev] and lse [B, H, L]. heads_first_in: only out has rows first.
   m.def(
-      "attention_rows_first(Tensor query, Tensor key, Tensor value, *, SymInt? window_left=None, SymInt? window_right=None, "
-      "bool bottom_right=False, float? scale=None, float softcap=0.0, bool? deterministic=None, bool heads_first_in=False) "
+      "attention_rows_first(Tensor query, Tensor key, Tensor value, SymInt? window_left=None, SymInt? window_right=None, "
+      "bool bottom_right=False, float? scale=None, float softcap=0.0, bool heads_first_in=False, bool? deterministic=None) "
       "-> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 
