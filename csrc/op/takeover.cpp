@@ -10,6 +10,8 @@
 #include <torch/library.h>
 
 #include <map>
+#include <string>
+#include <string_view>
 
 #include "op/arguments.h"
 
@@ -175,7 +177,7 @@ void override(torch::Library& library, const char* name, c10::DispatchKey key, O
 }
 
 // key: a device's. While on, torch's flash backend is this library on that device.
-void override_sdpa(c10::string_view key, bool on) {
+void override_sdpa(std::string_view key, bool on) {
   static auto& libraries =
       *new std::map<c10::DispatchKey, std::unique_ptr<torch::Library>>;  // never destroyed: outlives torch's
   const c10::DispatchKey device = c10::parseDispatchKey(std::string(key));
