@@ -25,7 +25,10 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
   Ring<kVariant> ring(a, s, ptx::shared_address(shared));
   int chunk = s.chunk + warp;
 #pragma unroll 1
-  for (int i = 0; i < kTile.stages; ++i) ring.issue(chunk + i * kTile.warps);
+  for (int i = 0; i < kTile.stages; ++i) {
+    ring.issue_keys(chunk + i * kTile.warps);
+    ring.issue_values(chunk + i * kTile.warps);
+  }
 
   const Finish<T, kVariant> finish{a, s, sums, states};
   const Ending<T, kVariant> ending{finish, rest};
@@ -36,9 +39,13 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
   for (; chunk < s.chunk_end; chunk += kTile.warps) {
     ptx::wait_copies<kTile.stages - 1>();
     __syncwarp();
-    lanes.step(a, s, ring.stage, chunk * kTile.keys);
+    const int next = chunk + kTile.stages * kTile.warps;
+    lanes.step(a, s, ring.stage, chunk * kTile.keys, [&] {
+      __syncwarp();
+      ring.issue_keys(next);
+    });
     __syncwarp();
-    ring.issue(chunk + kTile.stages * kTile.warps);
+    ring.issue_values(next);
   }
   lanes.store(finish.sums_of(warp), states + warp * kTile.lanes);  // over its own ring, of which nothing is under way
   __syncthreads();

@@ -80,14 +80,17 @@ struct Ring {
       ptx::prefetch_l1(a.block_table + batch * a.table_stride + first);
   }
 
-  // Starts the copies of a chunk, if this CTA has it, as one group. Chunks come in their order.
-  __device__ __forceinline__ void issue(int chunk) {
+  // Starts the copies of a chunk, if this CTA has it: those of K first, where its half of the stage is free before the other. Chunks
+  // come in their order, each is one group.
+  __device__ __forceinline__ void issue_keys(int chunk) const {
+    if (is_whole(chunk)) copy(has_key, next_key, key_row * kRows, stage);
+  }
+  __device__ __forceinline__ void issue_values(int chunk) {
     if (chunk < chunk_end) {
-      const int at = chunk * kKeys;
-      if (at >= begin && at + kKeys <= end && (table == nullptr || whole)) {
-        copy();
+      if (is_whole(chunk)) {
+        copy(has_value, next_value, value_row * kRows, stage + kHalf);
       } else {
-        copy_rows(chunk);
+        copy_rows(chunk);  // K as well
       }
       if (table != nullptr && !whole) find((chunk + kWarps) * kKeys + (threadIdx.x & 31) % kKeys, &entry, &slot);
       locate(chunk + kWarps);
@@ -168,10 +171,16 @@ struct Ring {
     return half + (piece >> 3) * kPanel + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
   }
 
-  // A whole chunk, run by run.
-  __device__ __forceinline__ void copy() const {
-    const auto all = [&](auto one, const char* const(&from)[kRuns], int64_t step, uint32_t half) {
-      const int row = (threadIdx.x & 31) / kPieces, piece = (threadIdx.x & 31) % kPieces;
+  // All keys of a chunk of this CTA are seen, in runs that lie one row apart.
+  __device__ __forceinline__ bool is_whole(int chunk) const {
+    const int at = chunk * kKeys;
+    return chunk < chunk_end && at >= begin && at + kKeys <= end && (table == nullptr || whole);
+  }
+
+  // K or V of a whole chunk, run by run.
+  __device__ __forceinline__ void copy(bool has, const char* const (&from)[kRuns], int64_t step, uint32_t half) const {
+    const int row = (threadIdx.x & 31) / kPieces, piece = (threadIdx.x & 31) % kPieces;
+    const auto all = [&](auto one) {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const char* source = from[run];
@@ -179,14 +188,11 @@ struct Ring {
         for (int n = 0; n < kRun / kRows; ++n, source += step) one(place(half, run * kRun + row + n * kRows, piece), source);
       }
     };
+    if (!has) return;
     if (policy == 0) {
-      const auto one = [](uint32_t to, const char* from) { ptx::copy_16(to, from); };
-      if (has_key) all(one, next_key, key_row * kRows, stage);
-      if (has_value) all(one, next_value, value_row * kRows, stage + kHalf);
+      all([](uint32_t to, const char* source) { ptx::copy_16(to, source); });
     } else {
-      const auto one = [&](uint32_t to, const char* from) { ptx::copy_16_hinted(to, from, policy); };
-      if (has_key) all(one, next_key, key_row * kRows, stage);
-      if (has_value) all(one, next_value, value_row * kRows, stage + kHalf);
+      all([&](uint32_t to, const char* source) { ptx::copy_16_hinted(to, source, policy); });
     }
   }
 

@@ -59,10 +59,13 @@ struct Warp {
     }
   }
 
-  // A chunk that has arrived in `stage`; its first key is number `first`.
-  __device__ __forceinline__ void step(const Arguments& a, const Segment& s, uint32_t stage, int first) {
+  // A chunk that has arrived in `stage`; its first key is number `first`. Calls keys_done() when K is not read any more.
+  template <class KeysDone>
+  __device__ __forceinline__ void step(const Arguments& a, const Segment& s, uint32_t stage, int first,
+                                       const KeysDone& keys_done) {
     float score[kM][kN][4];
     multiply_keys(stage, score);
+    keys_done();
     scale(a, s, first, score);
     if (first < s.safe_begin || first + kTile.keys > s.safe_end) hide(a, s, first, score);
     fold(score);
