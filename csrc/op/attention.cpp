@@ -1,9 +1,7 @@
 // op/attention.cpp: flash::attention has SDPA's meaning: any rank from 2 on, broadcasting as in matmul, top-left causal,
 // dropout drawn from torch's generator. It is a composite: views around one call of attention_forward, which has the kernels
 // and the derivative. Nothing is expanded in memory; only five and more dimensions that do not fold into four are copied.
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/rand_like.h>
 #include <torch/library.h>
 
@@ -218,36 +216,10 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return out.view_symint(sizes);
 }
 
-OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
-                  bool bottom_right, OptDouble scale, double softcap, bool heads_first_in, OptBool deterministic) {
-  TORCH_CHECK(
-      query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "flash::attention_rows_first: query, key and value have ",
-      query.dim(), ", ", key.dim(), " and ", value.dim(), " dimensions: they must be ",
-      heads_first_in ? "[B, H, L, E], [B, Hk, S, E] and [B, Hk, S, Ev]." : "[B, L, H, E], [B, S, Hk, E] and [B, S, Hk, Ev].");
-  // Where nothing is differentiated views need no autograd, which is half of what they cost the host.
-  const auto swapped = [differentiated = at::GradMode::is_enabled()](const Tensor& t) {
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-    if (!differentiated) below.emplace();
-    return t.transpose(1, 2);
-  };
-  const auto heads_first = [&](const Tensor& t) { return heads_first_in ? t : swapped(t); };
-  const Tensor q = heads_first(query), k = heads_first(key), v = heads_first(value);
-  auto [out, lse] =
-      call_forward({q, k, v, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
-                   {std::move(window_left), std::move(window_right), bottom_right, scale, softcap, 0.0, deterministic});
-  return {swapped(out), std::move(lse)};
-}
-
 }  // namespace
 }  // namespace flash::op
 
-TORCH_LIBRARY_IMPL(flash, CompositeImplicitAutograd, m) {
-  m.impl("attention", TORCH_FN(flash::op::attention));
-  m.impl("attention_rows_first", TORCH_FN(flash::op::rows_first));
-}
+TORCH_LIBRARY_IMPL(flash, CompositeImplicitAutograd, m) { m.impl("attention", TORCH_FN(flash::op::attention)); }
 
 // vmap decomposes composites of torch itself only; a custom one has to say so.
-TORCH_LIBRARY_IMPL(flash, FuncTorchBatchedDecomposition, m) {
-  m.impl("attention", TORCH_FN(flash::op::attention));
-  m.impl("attention_rows_first", TORCH_FN(flash::op::rows_first));
-}
+TORCH_LIBRARY_IMPL(flash, FuncTorchBatchedDecomposition, m) { m.impl("attention", TORCH_FN(flash::op::attention)); }

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "op/arguments.h"
+#include "op/rows_first.h"
 
 namespace flash::op {
 namespace {
@@ -32,7 +33,16 @@ struct Autocast {
     return call_attention(cast(query), cast(k), cast(value), cast(mask), dropout_p, is_causal, scale, enable_gqa);
   }
 
+  static OutLse rows_first(const Tensor& query, const Tensor& k, const Tensor& value, OptSymInt window_left,
+                           OptSymInt window_right, bool bottom_right, OptDouble scale, double softcap, bool heads_first_in,
+                           OptBool deterministic) {
+    const c10::impl::ExcludeDispatchKeyGuard guard(key());
+    return call_rows_first(cast(query), cast(k), cast(value), window_left, window_right, bottom_right, scale, softcap,
+                           heads_first_in, deterministic);
+  }
+
   static void add(torch::Library& m) {
+    m.impl("attention_rows_first", TORCH_FN(rows_first));
     m.impl("attention", TORCH_FN(attention));
     m.impl("attention_forward", TORCH_FN(flat_forward<forward>));
     m.impl("attention_varlen_forward", TORCH_FN(flat_varlen_forward<forward>));

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "op/node.h"
+#include "op/rows_first.h"
 #include "op/second_order.h"
 
 namespace flash::op {
@@ -62,7 +63,10 @@ struct AttentionNode : Node {
   }
 };
 
+// Of attention_forward, and of attention_rows_first: its result, and its inputs unless heads_first_in, have rows first.
 struct FlashAttentionBackward final : AttentionNode {
+  bool rows_first = false, heads_first_in = false, is_traced = false;
+
   std::string name() const override { return "FlashAttentionBackward"; }
 
   variable_list apply(variable_list&& grads) override {  // gradients of out and lse -> of query, key, value, mask, sinks
@@ -73,7 +77,7 @@ struct FlashAttentionBackward final : AttentionNode {
     call.grad_lse = present(grads[1]);
     Wanted wanted;
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    auto [dquery, dkey, dvalue, dmask, dsinks] = call_backward(call.results(), call.inputs(), options, wanted);
+    auto [dquery, dkey, dvalue, dmask, dsinks] = run(call, wanted);
     return {dquery, dkey, dvalue, dmask, dsinks};
   }
 
@@ -91,6 +95,8 @@ struct FlashAttentionBackward final : AttentionNode {
     args.collect(options.softcap);
     args.collect(options.dropout_p);
     args.collect(options.deterministic);
+    args.collect(rows_first);
+    args.collect(heads_first_in);
   }
 
   variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& swap) override {
@@ -99,13 +105,22 @@ struct FlashAttentionBackward final : AttentionNode {
     swap.before(max_seqlen_k);
     swap.before(options.window_left);
     swap.before(options.window_right);
+    is_traced = true;
     variable_list result = apply(variable_list(grads));
+    is_traced = false;
     saved.after(swap);
     swap.after(max_seqlen_q);
     swap.after(max_seqlen_k);
     swap.after(options.window_left);
     swap.after(options.window_right);
     return result;
+  }
+
+ private:
+  Gradients5 run(const OwnedCall& call, Wanted wanted) const {
+    if (!rows_first) return call_backward(call.results(), call.inputs(), options, wanted);
+    if (is_traced) return call_rows_first_backward(call.results(), call.inputs(), options, heads_first_in);
+    return rows_first_backward(call.results(), call.inputs(), options, wanted, heads_first_in);
   }
 };
 
@@ -138,23 +153,45 @@ void refuse_slopes_gradient(const OptTensor& slopes) {
       "as a float attn_mask.");
 }
 
-OutLse forward(const Inputs& in, const Options& options) {
+// run() is the call without autograd, initialise(node) says what else the node must know.
+template <class Run, class Initialise>
+OutLse differentiable(const Inputs& in, const Options& options, const Run& run, const Initialise& initialise) {
   refuse_forward_mode(in.query, in.key, in.value, in.attn_mask, in.sinks);
   refuse_slopes_gradient(in.alibi_slopes);
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_forward(in, options);
+    return run();
   };
   if (!compute_requires_grad(in.query, in.key, in.value, in.attn_mask, in.sinks)) return below();
   auto node = make_node<FlashAttentionBackward>();
   node->set_next_edges(collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.sinks));
   node->save_inputs(in, options);
+  initialise(*node);
   auto [out, lse] = below();
   set_history(out, node);
   set_history(lse, node);
   node->saved.result(out);
   node->saved.result(lse);
   return {std::move(out), std::move(lse)};
+}
+
+OutLse forward(const Inputs& in, const Options& options) {
+  return differentiable(in, options, [&] { return call_forward(in, options); }, [](FlashAttentionBackward&) {});
+}
+
+OutLse differentiable_rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left,
+                                 OptSymInt window_right, bool bottom_right, OptDouble scale, double softcap,
+                                 bool heads_first_in, OptBool deterministic) {
+  const auto run = [&] {
+    return rows_first(query, key, value, window_left, window_right, bottom_right, scale, softcap, heads_first_in,
+                      deterministic);
+  };
+  return differentiable({query, key, value, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
+                        {window_left, window_right, bottom_right, scale, softcap, 0.0, deterministic}, run,
+                        [&](FlashAttentionBackward& node) {
+                          node.rows_first = true;
+                          node.heads_first_in = heads_first_in;
+                        });
 }
 
 Gradients5 backward(const Results& results, const Inputs& in, const Options& options, Wanted wanted) {
@@ -191,3 +228,7 @@ TORCH_LIBRARY_IMPL(flash, Autograd, m) {
   m.impl("dropout_mask", torch::CppFunction::makeFallthrough());
   m.impl("explain", torch::CppFunction::makeFallthrough());
 }
+
+// Without these the composite's views would be recorded one by one.
+TORCH_LIBRARY_IMPL(flash, AutogradCPU, m) { m.impl("attention_rows_first", TORCH_FN(flash::op::differentiable_rows_first)); }
+TORCH_LIBRARY_IMPL(flash, AutogradCUDA, m) { m.impl("attention_rows_first", TORCH_FN(flash::op::differentiable_rows_first)); }

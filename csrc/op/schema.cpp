@@ -29,6 +29,14 @@ TORCH_LIBRARY(flash, m) {
       "-> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 
+  // The derivative of attention_rows_first where compiled autograd traces it: gradients have no sizes there, so they must go into one
+  // operator. Has no derivative.
+  m.def(
+      "attention_rows_first_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, SymInt? window_left, SymInt? window_right, bool bottom_right, float? scale, float softcap, "
+      "bool heads_first_in, bool? deterministic) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+      {at::Tag::pt2_compliant_tag});
+
   // Gradients of attention_forward from its inputs and outputs alone; out and lse may come from elsewhere (ring attention).
   // output_mask says which of the five are wanted; the others are undefined. dmask has attn_mask's shape.
   m.def(
