@@ -67,6 +67,13 @@ def _unpadded(mask: Tensor) -> _Packing:
     return _of_lengths(kept.sum(1), kept.flatten().nonzero().flatten())
 
 
+def _kept_first(mask: Tensor) -> _Packing:
+    """The same without reading anything, for graphs: all places, those of tokens first, where the sequences end before the rest."""
+    kept = mask.bool()
+    cu_seqlens = torch.nn.functional.pad(kept.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
+    return _Packing(kept.flatten().logical_not().argsort(stable=True), cu_seqlens, mask.shape[1])
+
+
 def _restarts(position_ids: Tensor) -> _Packing | None:
     """Sequences in a row, position_ids [1, L]: a new one starts where a position does not follow the one before."""
     starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
@@ -140,8 +147,9 @@ def attention(
         seen = attention_mask.shape[1]
         if seen < key.shape[2]:  # a static cache, filled so far
             key, value = key[:, :, :seen], value[:, :, :seen]
-        if rows > FEW_ROWS and rows == seen and not torch.compiler.is_compiling():
-            packing = _last_mask.get(attention_mask, _unpadded)
+        if rows > FEW_ROWS and rows == seen:
+            compiling = torch.compiler.is_compiling()
+            packing = _kept_first(attention_mask) if compiling else _last_mask.get(attention_mask, _unpadded)
             assert packing is not None
             return _varlen(query, key, value, packing, causal, options), None
         mask = attention_mask[:, None, None].bool()
