@@ -70,8 +70,8 @@ def _(
 
 @torch.library.custom_op("flash_attn_ext::attention_of_row_backward", mutates_args=())
 def _attention_of_row_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
-    counts: Tensor, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, counts: Tensor,
+    grad_lse: Tensor | None, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The last result is empty where there are no sinks."""
@@ -95,8 +95,8 @@ def _attention_of_row_backward(
 
 @_attention_of_row_backward.register_fake
 def _(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
-    counts: Tensor, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, counts: Tensor,
+    grad_lse: Tensor | None, sinks: Tensor | None, seed: Tensor | None, left: int | None, scale: float | None, softcap: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dquery, dkey, dvalue, _, dsinks = torch.ops.flash.attention_backward(
@@ -116,7 +116,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     query, key, value, out, lse, ends, counts, sinks, seed = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     *gradients, dsinks = _attention_of_row_backward(
-        grad_out, grad_lse, query, key, value, out, lse, ends, counts, sinks, seed, *ctx.options
+        grad_out, query, key, value, out, lse, ends, counts, grad_lse, sinks, seed, *ctx.options
     )
     return *gradients, None, None, None if sinks is None else dsinks, *[None] * 5
 
