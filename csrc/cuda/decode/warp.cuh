@@ -59,6 +59,18 @@ struct Warp {
     }
   }
 
+  // Asks for the rows of query while the length is being read.
+  static __device__ __forceinline__ void prefetch_query(const Arguments& a) {
+    constexpr int kLines = kTile.bucket / 64;  // of a row
+    const int line = threadIdx.x % kLines, plane = a.first_plane + blockIdx.y;
+    const int tile = a.row_tiles == 1 ? 0 : plane % a.row_tiles, kv_head = a.row_tiles == 1 ? plane : plane / a.row_tiles;
+    const int lane = threadIdx.x / kLines, index = tile * kTile.lanes + lane, row = a.by_group.quotient(index);
+    if (lane >= kTile.lanes || row >= a.rows || line * 64 >= a.head_dim) return;
+    const Strides& by = a.query_strides;
+    ptx::prefetch_l1(static_cast<const T*>(a.query) + (a.first_batch + blockIdx.z) * by.batch + row * by.row +
+                     (kv_head * a.group + index - row * a.group) * by.head + line * 64);
+  }
+
   // A chunk that has arrived in `stage`; its first key is number `first`. Calls keys_done() when K is not read any more.
   template <class KeysDone>
   __device__ __forceinline__ void step(const Arguments& a, const Segment& s, uint32_t stage, int first,
