@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_speed_is_written_and_reported(tmp_path: Path, device: str, capsys: pyte
         result = results[row["rival"]]
         assert int(row["parameters"]) > 2 * 32 * gpt.CHARACTERS**2  # tokens of two characters
         assert int(row["steps"]) == len(result.seconds) == 4
-        assert float(row["tokens_per_second"]) == pytest.approx(4 * 48 / sorted(result.seconds)[2], rel=0.5)
+        assert float(row["tokens_per_second"]) == pytest.approx(4 * 48 / statistics.median(result.seconds), rel=0.01)
         assert row["last_loss"] == f"{result.losses[-1]:.5f}"
         assert (float(row["peak_gib"]) * 2**30 > result.state_bytes > 12 * result.parameters) if device == "cuda" else True
     capsys.readouterr()
