@@ -81,13 +81,13 @@ def instruction_set() -> str:
     import flash_attn_ext
 
     line = flash_attn_ext.explain(*(torch.zeros(1, 1, 1, 8) for _ in range(3)))
-    return next((name for name in ("amx", "avx512", "avx2", "portable") if name in line), "")
+    return next((name for name in ("amx", "avx512_bf16", "avx512", "avx2", "portable") if name in line), "")
 
 
 def fma_peak() -> float:
     """GFLOP/s of one core on independent multiply-adds as wide as the library's; 0 without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    width = {"amx": 64, "avx512": 64, "avx2": 32}.get(instruction_set(), 16)
+    width = {"amx": 64, "avx512_bf16": 64, "avx512": 64, "avx2": 32}.get(instruction_set(), 16)
     if compiler is None or os.uname().machine != "x86_64":
         return 0.0
     flags = {64: ["-mavx512f", "-mfma"], 32: ["-mavx2", "-mfma"], 16: []}[width]
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ours_gflops": f"{rate['ours']:.2f}", "torch_gflops": f"{rate['torch']:.2f}",
             "ratio": f"{rate['ours'] / rate['torch']:.3f}" if rate["torch"] else "",
             "ratio_of_minima": f"{min(calls['torch'].seconds) / min(calls['ours'].seconds):.3f}",
-            "bar": bar.avx512 if isa in ("amx", "avx512") else bar.avx2,
+            "bar": bar.avx512 if isa.startswith(("amx", "avx512")) else bar.avx2,
             "percent_of_peak": f"{100 * rate['ours'] / (peak * threads):.1f}" if peak else "",
             "ours_error": errors["ours"], "torch_error": errors["torch"], "calls": len(calls["ours"].seconds),
         }  # fmt: skip

@@ -40,6 +40,13 @@ const InstructionSet& chosen() {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
           __builtin_cpu_supports("avx512vl")) {
         usable.push_back(kAvx512);
+#if defined(FLASH_CPU_AVX512_BF16)
+        // Where the dot product of bf16 takes as long as a multiply-add of fp32, as on Zen 4 and later: Intel's take twice as long, and
+        // then widening costs less.
+        if (__builtin_cpu_supports("avx512bf16"))
+          usable.insert(__builtin_cpu_is("amd") ? usable.end() : usable.end() - 1,
+                        {"avx512_bf16", kAvx512.fp32, kAvx512.fp64, kAvx512Bf16});
+#endif
 #if defined(FLASH_CPU_AMX)
         if (amx_usable()) usable.push_back({"amx", kAvx512.fp32, kAvx512.fp64, kAmxBf16});
 #endif

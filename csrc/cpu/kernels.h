@@ -82,7 +82,7 @@ struct InstructionSet {
 extern const InstructionSet kPortable;
 #if defined(__x86_64__)
 extern const InstructionSet kAvx2, kAvx512;
-extern const Kernels kAmxBf16;
+extern const Kernels kAvx512Bf16, kAmxBf16;
 #endif
 
 const InstructionSet& chosen();

@@ -1,8 +1,8 @@
-// cpu/amx_forward.h: forward.h for bf16 with both products on AMX: queries, keys and values are never widened, and probabilities are
+// cpu/bf16_forward.h: forward.h with both products in bf16: queries, keys and values are never widened, and probabilities are
 // rounded to bf16 for the second product, as every implementation on matrix units does.
 #pragma once
-#include "cpu/amx.h"
 #include "cpu/forward.h"
+#include "cpu/product.h"
 
 namespace flash::cpu {
 namespace {
@@ -81,12 +81,9 @@ FLASH_STAGE void largest_of(const float* tile, int64_t keys, float* largest) {
   for (int v = 0; v < V; ++v) store(largest + v * W, max(max(top[3][v], top[2][v]), max(top[1][v], top[0][v])));
 }
 
-class AmxForward : Forward<float> {
+class Bf16Forward : Forward<float> {
   static constexpr int kLanes = kGroup<float>;
   static constexpr int64_t kTile = 16 * kPanel;
-  // Keys of a tile of scores. The unit that multiplies is switched off some 700 cycles after its last product, and as many go by before
-  // the next one runs, so phases are long; the maximum is followed, as then the largest probabilities lose least by rounding.
-  static constexpr int64_t kStep = 256;
 
  public:
   static bool takes(const ForwardTask& task) {
@@ -95,13 +92,13 @@ class AmxForward : Forward<float> {
            task.lane_end - task.lane_begin > kFew;
   }
   static size_t scratch(const Problem& p, const Tiling& tiling) {
-    return forward_scratch<float>(p, tiling) + kStep * kLanes * sizeof(float) +
+    return forward_scratch<float>(p, tiling) + kTileKeys * kLanes * sizeof(float) +
            chunk_of(p) * (p.head_dim + p.value_dim) * sizeof(BFloat16) + 3 * kAlign;
   }
 
-  AmxForward(const ForwardTask& task, const Tiling& tiling, void* memory)
+  Bf16Forward(const ForwardTask& task, const Tiling& tiling, void* memory)
       : Forward(task, tiling, memory),
-        tile_(arena_.take<float>(kStep * kLanes)),
+        tile_(arena_.take<float>(kTileKeys * kLanes)),
         keys_(arena_.take<BFloat16>(chunk_of(p_) * p_.head_dim)),
         values_(arena_.take<BFloat16>(chunk_of(p_) * p_.value_dim)) {}
 
@@ -112,16 +109,16 @@ class AmxForward : Forward<float> {
       lane_rows(scratch_.groups[i], p_.query, s_, rows);
       pair_columns(rows, p_.head_dim, scratch_.groups[i].vectors, 2 * kLanes, query_pairs(i));
     }
-    set_whole_registers();
+    begin_products();
     each_block(chunk_of(p_), [&](int64_t begin, int64_t end) { chunk(begin, end); });
-    _tile_release();
+    end_products();
     end();
   }
 
  private:
   // Keys whose values are transposed for all groups of lanes; a group goes through them before the next one starts.
   static int64_t chunk_of(const Problem& p) {
-    return most(kStep, (int64_t{1} << 16) / most(p.head_dim, p.value_dim) / kStep * kStep);
+    return most(kTileKeys, (int64_t{1} << 16) / most(p.head_dim, p.value_dim) / kTileKeys * kTileKeys);
   }
 
   BFloat16* query_pairs(int i) { return reinterpret_cast<BFloat16*>(queries(i)); }
@@ -154,8 +151,8 @@ class AmxForward : Forward<float> {
   void walk(int i, int64_t from, int64_t to, const BFloat16* keys, const BFloat16* values) {
     const Group<float>& g = scratch_.groups[i];
     float *tile = tile_, *top = scratch_.largest + i * kLanes, *total = scratch_.total + i * kLanes;
-    for (int64_t key = from; key < to; key += kStep) {
-      const int64_t count = least(kStep, to - key);
+    for (int64_t key = from; key < to; key += kTileKeys) {
+      const int64_t count = least(kTileKeys, to - key);
       multiply<V, false>({keys + (key - from) * p_.head_dim, kPanel, kTile, 16 * p_.head_dim}, query_pairs(i), 2 * kLanes,
                          p_.head_dim, tile, kLanes, (count + 15) / 16 * 16);
       settle(g, key, key + count);
@@ -238,16 +235,16 @@ class AmxForward : Forward<float> {
     }
   }
 
-  float* const tile_;                     // [kStep][kLanes]: scores, then pairs of probabilities
+  float* const tile_;                     // [kTileKeys][kLanes]: scores, then pairs of probabilities
   BFloat16 *const keys_, *const values_;  // of a chunk, in tiles
   int64_t strip_ = 0;                     // from a tile of values to that of the next 16 dims
 };
 
-size_t amx_forward_scratch(const Problem& p, const Tiling& tiling) { return AmxForward::scratch(p, tiling); }
+size_t bf16_forward_scratch(const Problem& p, const Tiling& tiling) { return Bf16Forward::scratch(p, tiling); }
 
-void amx_forward_task(const ForwardTask& task, const Tiling& tiling, void* scratch) {
-  if (AmxForward::takes(task)) {
-    AmxForward(task, tiling, scratch).run();
+void bf16_forward_task(const ForwardTask& task, const Tiling& tiling, void* scratch) {
+  if (Bf16Forward::takes(task)) {
+    Bf16Forward(task, tiling, scratch).run();
   } else {
     forward_task<float>(task, tiling, scratch);
   }

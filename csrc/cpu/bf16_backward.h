@@ -1,13 +1,13 @@
-// cpu/amx_backward.h: backward.h for bf16 with all five products on AMX. P and dS are rounded to bf16 for the three products that
+// cpu/bf16_backward.h: backward.h with all five products in bf16. P and dS are rounded to bf16 for the three products that
 // take them in; the sums are fp32.
 #pragma once
-#include "cpu/amx.h"
 #include "cpu/backward.h"
+#include "cpu/product.h"
 
 namespace flash::cpu {
 namespace {
 
-class AmxBackward : Backward<float> {
+class Bf16Backward : Backward<float> {
   static constexpr int kLanes = kGroup<float>;
 
  public:
@@ -18,16 +18,16 @@ class AmxBackward : Backward<float> {
     return backward_scratch<float>(p, tiling) + 2 * tiling.keys * row_of(tiling) * sizeof(BFloat16) + 2 * kAlign;
   }
 
-  AmxBackward(const BackwardTask& task, const Tiling& tiling, void* memory)
+  Bf16Backward(const BackwardTask& task, const Tiling& tiling, void* memory)
       : Backward(task, tiling, memory),
         row_(row_of(tiling)),
         probabilities_(arena_.take<BFloat16>(tiling.keys * row_)),
         gradients_(arena_.take<BFloat16>(tiling.keys * row_)) {}
 
   void run() {
-    set_whole_registers();
+    begin_products();
     Backward::run();
-    _tile_release();
+    end_products();
   }
 
  private:
@@ -131,11 +131,11 @@ class AmxBackward : Backward<float> {
   BFloat16 *probabilities_, *gradients_;  // [keys][row_]: P and dS of all lanes
 };
 
-size_t amx_backward_scratch(const Problem& p, const Tiling& tiling) { return AmxBackward::scratch(p, tiling); }
+size_t bf16_backward_scratch(const Problem& p, const Tiling& tiling) { return Bf16Backward::scratch(p, tiling); }
 
-void amx_backward_task(const BackwardTask& task, const Tiling& tiling, void* scratch) {
-  if (AmxBackward::takes(*task.problem)) {
-    AmxBackward(task, tiling, scratch).run();
+void bf16_backward_task(const BackwardTask& task, const Tiling& tiling, void* scratch) {
+  if (Bf16Backward::takes(*task.problem)) {
+    Bf16Backward(task, tiling, scratch).run();
   } else {
     backward_task<float>(task, tiling, scratch);
   }
