@@ -30,9 +30,10 @@ double logit_size(const Case& c) {
   return 1 + c.logit + 3 * c.spread * c.spread * std::abs(c.scale) * std::sqrt(static_cast<double>(c.dim)) + c.softcap;
 }
 
-// Whether probabilities and their gradients are rounded to bf16 before they are multiplied: on AMX, which takes whole panels.
+// Whether probabilities and their gradients are rounded to bf16 before they are multiplied: by instructions for that, in whole panels.
 bool rounds(const Case& c, DType type) {
-  return type == DType::kBFloat16 && std::string(instruction_set()) == "amx" && c.dim % 32 == 0 && c.value_dim % 32 == 0;
+  const std::string set = instruction_set();
+  return type == DType::kBFloat16 && (set == "amx" || set == "avx512_bf16") && c.dim % 32 == 0 && c.value_dim % 32 == 0;
 }
 
 inline void check_forward(Call& call) {
