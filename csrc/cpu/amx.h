@@ -6,10 +6,6 @@
 namespace flash::cpu {
 namespace {
 
-// Keys of a tile of scores. The unit that multiplies is switched off some 700 cycles after its last product, and as many go by before
-// the next one runs, so phases are long.
-constexpr int64_t kTileKeys = 256;
-
 // What a tile register is set to hold.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};

@@ -13,7 +13,7 @@ struct Executor {
   std::function<void(int64_t count, const std::function<void(int64_t)>& body)> run;
 };
 
-const char* instruction_set();  // "portable", "avx2", "avx512", "avx512_bf16" or "amx": chosen once, FLASH_ATTN_EXT_ISA forces one
+const char* instruction_set();  // the name of one of the sets in kernels.h: chosen once, FLASH_ATTN_EXT_ISA forces one
 
 // Writes problem.out and problem.lse (lse may be null).
 void forward(const problem::Problem& problem, const Executor& executor);

@@ -269,7 +269,7 @@ class Backward : protected Differentiator<Real> {
   // dV and dK of keys [begin, end).
   void sum_strip(int64_t block, int64_t begin, int64_t end, Range lanes) {
     // In fp32 what a running sum rounds away grows with its length and shows where few rows are summed.
-    const int64_t addends = p_.dtype != DType::kFloat32 || s_.rows >= 768 ? lanes_ : s_.rows >= 192 ? 64 : 32;
+    const int64_t addends = p_.dtype != DType::kFloat32 || s_.rows >= 768 ? 96 : s_.rows >= 192 ? 64 : 32;
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += addends)
       sum_lanes(begin - block, begin, end, {lane, least(lane + addends, lanes.end)});
   }

@@ -6,8 +6,6 @@
 namespace flash::cpu {
 namespace {
 
-constexpr int64_t kTileKeys = 128;  // keys of a tile of scores
-
 FLASH_INLINE void begin_products() {}
 FLASH_INLINE void end_products() {}
 

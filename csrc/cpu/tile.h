@@ -4,7 +4,7 @@
 #pragma once
 #include <type_traits>
 
-#include "cpu/vector.h"
+#include "cpu/exp.h"
 
 #define FLASH_STAGE __attribute__((noinline))
 
