@@ -162,7 +162,7 @@ class Bf16Forward : Forward<float> {
       settle(g, key, key + count);
       follow<V>(i, count, top, total);
       if (rules_.dropped) {
-        exponentiate<float, V>(rules_.unit, rules_.lowest, tile, count, top, top, total, scratch_.factor);
+        exponentiate<float, V>(rules_.unit, tile, count, top, top, total, scratch_.factor);
         in_pieces(key, key + count, [&](int64_t begin, int64_t end) {
           dropout_tile(rules_, g, s_.batch, begin, end - begin, scratch_.keep);
           drop<float>(V, scratch_.keep, end - begin, tile + (begin - key) * kLanes);
@@ -181,12 +181,12 @@ class Bf16Forward : Forward<float> {
     constexpr int W = kWidth<float>;
     std::memcpy(scratch_.now, top, sizeof(float) * kLanes);
     largest_of<V>(tile_, count, scratch_.now);
-    const Vector<float> c = set(rules_.unit), low = set(rules_.lowest);
+    const Vector<float> c = set(rules_.unit);
     __mmask16 moved = 0;
     for (int at = 0; at < V * W; at += W) {
       const Vector<float> old = load(top + at), now = load(scratch_.now + at);
       const __mmask16 other = _mm512_cmp_ps_mask(old, now, _CMP_NEQ_OQ);
-      const Vector<float> factor = _mm512_mask_blend_ps(other, set(1.0f), exp2<float>(old - now, c, low));
+      const Vector<float> factor = _mm512_mask_blend_ps(other, set(1.0f), exp2<float>(old - now, c));
       moved |= other;
       store(top + at, now);
       store(total + at, load(total + at) * factor);

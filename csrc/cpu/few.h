@@ -61,21 +61,20 @@ FLASH_STAGE void few_scores(const T* keys, int64_t key_stride, int64_t count, in
 
 // exponentiate() of score.h for one lane whose scores follow each other.
 template <class Real>
-FLASH_STAGE void few_exponentiate(Real unit, Real lowest, Real* scores, int64_t keys, Real* largest, Real* total,
-                                  Real* factor) {
+FLASH_STAGE void few_exponentiate(Real unit, Real* scores, int64_t keys, Real* largest, Real* total, Real* factor) {
   constexpr int W = kWidth<Real>;
   constexpr Real kNone = -std::numeric_limits<Real>::infinity();
-  const Vector<Real> c = set(unit), low = set(lowest);
+  const Vector<Real> c = set(unit);
   Vector<Real> tops = set(*largest), sums{};
   for (int64_t j = 0; j < keys; j += W) tops = max(load(scores + j), tops);
   Real top = *largest;
   for (int i = 0; i < W; ++i) top = tops[i] > top ? tops[i] : top;
   const Vector<Real> reference = set(top == kNone ? Real(0) : top);  // Softmax::reference
-  const Vector<Real> shrink = exp2<Real>(set(*largest) - reference, c, low);
+  const Vector<Real> shrink = exp2<Real>(set(*largest) - reference, c);
   *factor = top == *largest ? Real(1) : shrink[0];
   *largest = top;
   for (int64_t j = 0; j < keys; j += W) {
-    const Vector<Real> x = exp2<Real>(load(scores + j) - reference, c, low);
+    const Vector<Real> x = exp2<Real>(load(scores + j) - reference, c);
     store(scores + j, x);
     sums += x;
   }

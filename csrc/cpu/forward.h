@@ -236,8 +236,8 @@ class Forward {
                         at);
     if (few_plain_) {  // vectors along the keys
       for (int lane = 0; lane < g.lanes; ++lane)
-        few_exponentiate(rules_.unit, rules_.lowest, scratch_.tile + lane * at.lane, to - from, scratch_.largest + lane,
-                         scratch_.total + lane, scratch_.factor + lane);
+        few_exponentiate(rules_.unit, scratch_.tile + lane * at.lane, to - from, scratch_.largest + lane, scratch_.total + lane,
+                         scratch_.factor + lane);
     } else {
       std::memcpy(scratch_.now, scratch_.largest, sizeof(Real) * kGroup<Real>);
       const problem::Span all = interval_.common(g.row_begin, g.row_end);
@@ -262,9 +262,8 @@ class Forward {
 
   template <int NV>
   bool probabilities(int i, int64_t from, int64_t to) {
-    const bool moved =
-        exponentiate<Real, NV>(rules_.unit, rules_.lowest, scratch_.tile, to - from, scratch_.largest + i * kGroup<Real>,
-                               scratch_.now, scratch_.total + i * kGroup<Real>, scratch_.factor);
+    const bool moved = exponentiate<Real, NV>(rules_.unit, scratch_.tile, to - from, scratch_.largest + i * kGroup<Real>,
+                                              scratch_.now, scratch_.total + i * kGroup<Real>, scratch_.factor);
     if (rules_.dropped) {
       dropout_tile(rules_, scratch_.groups[i], s_.batch, from, to - from, scratch_.keep);
       drop<Real>(scratch_.groups[i].vectors, scratch_.keep, to - from, scratch_.tile);

@@ -28,7 +28,7 @@ struct Group {
 template <class Real>
 struct Rules {
   const Problem& p;
-  Real query_factor, scale = 1, unit, lowest;
+  Real query_factor, scale = 1, unit;
   bool modified;
   bool dropped;
   problem::Dropout dropout{};
@@ -44,7 +44,6 @@ struct Rules {
       scale = size;
     }
     unit = scale * problem::Softmax<Real>::kLog2e;
-    lowest = lowest_of(unit);
     dropped = p.dropout_p > 0;
     if (dropped) {
       dropout = problem::dropout(p.seed, p.dropout_p);

@@ -10,9 +10,8 @@ constexpr int kChains = kRegisters == 32 ? 8 : 4;  // exponentials at a time
 // Scores become probabilities relative to the new maximum `after`; sum takes them in; factor is what earlier results shrink by.
 // Returns whether some lane's maximum moved.
 template <class Real, int NV>
-FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, Real* before, const Real* after, Real* sum,
-                              Real* factor) {
-  const Vector<Real> none = set(-std::numeric_limits<Real>::infinity()), c = set(unit), low = set(lowest);
+FLASH_STAGE bool exponentiate(Real unit, Real* tile, int64_t keys, Real* before, const Real* after, Real* sum, Real* factor) {
+  const Vector<Real> none = set(-std::numeric_limits<Real>::infinity()), c = set(unit);
   bool moved = false;
   for (int v = 0; v < NV; ++v) {
     const int at = v * kWidth<Real>;
@@ -20,7 +19,7 @@ FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, 
     const Vector<Real> top = now == none ? Vector<Real>{} : now;  // Softmax::reference
     const auto same = old == now;
     moved |= any(~same);
-    const Vector<Real> shrink = same ? set(Real(1)) : exp2<Real>(old - top, c, low);
+    const Vector<Real> shrink = same ? set(Real(1)) : exp2<Real>(old - top, c);
     store(factor + at, shrink);
     store(before + at, now);
     Vector<Real> sums[2] = {};
@@ -30,7 +29,7 @@ FLASH_STAGE bool exponentiate(Real unit, Real lowest, Real* tile, int64_t keys, 
       Vector<Real> x[N];
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) x[i] = load(to + i * kGroup<Real>) - top;
-      exp2<Real, N>(x, c, low);
+      exp2<Real, N>(x, c);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         store(to + i * kGroup<Real>, x[i]);
