@@ -92,8 +92,7 @@ class Bf16Forward : Forward<float> {
  public:
   static bool takes(const ForwardTask& task) {
     const Problem& p = *task.problem;
-    return p.dtype == DType::kBFloat16 && p.head_dim % kPanel == 0 && p.value_dim % kWidth<float> == 0 &&
-           task.lane_end - task.lane_begin > kFew;
+    return p.dtype == DType::kBFloat16 && p.head_dim % kPanel == 0 && p.value_dim % kWidth<float> == 0 && !few_lanes(task);
   }
   static size_t scratch(const Problem& p, const Tiling& tiling) {
     return forward_scratch<float>(p, tiling) + kTileKeys * kLanes * sizeof(float) +

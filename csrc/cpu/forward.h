@@ -60,6 +60,11 @@ void lane_rows(const Group<Real>& g, const problem::Array& a, const problem::Seq
     rows[i] = static_cast<T*>(a.data) + problem::offset(a, s.batch, g.head[i], s.row + g.row[i]);
 }
 
+// Whether vectors run along head_dim. By the rows of the sequence: a task's share of them depends on the number of threads.
+inline bool few_lanes(const ForwardTask& task) {
+  return task.sequence.rows * (task.problem->heads / task.problem->kv_heads) <= kFew;
+}
+
 template <class Real>
 struct ForwardScratch {
   Group<Real>* groups;       // [groups]
@@ -101,7 +106,7 @@ class Forward {
         interval_(problem::interval(p_, s_.rows, s_.keys)),
         arena_{reinterpret_cast<uintptr_t>(memory)},
         scratch_(arena_, p_, tiling),
-        few_(task.lane_end - task.lane_begin <= kFew) {}
+        few_(few_lanes(task)) {}
 
   void run() {
     start();

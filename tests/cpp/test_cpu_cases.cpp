@@ -143,6 +143,23 @@ TEST_P(Long, MatchesReferenceAndIgnoresThreads) {
   }
 }
 
+// Half types take more lanes at a time where there are fewer threads: the lanes left for the last task must not show it.
+TEST(Threads, LeaveTheLastRowsAsTheyAre) {
+  for (DType type : {DType::kBFloat16, DType::kFloat16})
+    for (int64_t heads : {1, 5})
+      for (int64_t rows : {193, 386, 769, 1153}) {
+        Case c;
+        c.heads = c.kv_heads = heads, c.rows = rows, c.keys = 70, c.dim = c.value_dim = 32;
+        Call call(c, type), other(c, type);
+        forward(call.p, pool(1));
+        for (int threads : {2, 3, 4, 8}) {
+          forward(other.p, pool(threads));
+          EXPECT_EQ(call.out.bytes, other.out.bytes) << heads << " heads, " << rows << " rows, " << threads << " threads";
+          EXPECT_EQ(call.lse.bytes, other.lse.bytes);
+        }
+      }
+}
+
 INSTANTIATE_TEST_SUITE_P(Cpu, Long, ::testing::Values(DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return type_name(info.param); });
 
