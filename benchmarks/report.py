@@ -160,7 +160,7 @@ def cpu(rows: list[Row]) -> Iterable[str]:
     """The CPU suite's own columns: whatever it writes, as one table."""
     skipped = {"suite", "device", "torch", "cuda", "cudnn", "commit", "clocks", "date"}
     header = [column for column in rows[0] if column not in skipped]
-    yield markdown(header, [[format_number(row[column]) for column in header] for row in rows])
+    yield markdown(header, [[format_number(row.get(column, "")) for column in header] for row in rows])
 
 
 def long(rows: list[Row]) -> Iterable[str]:

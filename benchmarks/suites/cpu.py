@@ -187,6 +187,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {
             "direction": direction, "dtype": cell.dtype, "heads": f"{cell.heads}/{cell.kv_heads}", "rows": cell.rows,
             "keys": cell.keys, "head_dim": cell.head_dim, "causal": cell.causal, "threads": threads, "isa": isa,
+            "torch_isa": torch.backends.cpu.get_cpu_capability(),
             "ours_gflops": f"{rate['ours']:.2f}", "torch_gflops": f"{rate['torch']:.2f}",
             "ratio": f"{rate['ours'] / rate['torch']:.3f}" if rate["torch"] else "",
             "ratio_of_minima": f"{min(calls['torch'].seconds) / min(calls['ours'].seconds):.3f}",
