@@ -85,7 +85,8 @@ ForwardPlan plan_forward(const Problem& p, const Kernels& kernels, int threads) 
   // keys and values are laid out or widened. Under a window tiles of keys begin with the first that any of the lanes sees.
   if ((kernels.packs || widened) && p.left == problem::kOpen) {
     const int64_t all = heads * ceil_div(lanes, kernels.group), share = ceil_div(all, std::max<int64_t>(heads, 4 * threads));
-    plan.tiling.lanes = std::max(plan.tiling.lanes, std::min((kernels.packs ? 4 : 2) * room, share) * kernels.group);
+    const int64_t most = kernels.packs ? 4 * room : std::max<int64_t>(8, 2 * room);
+    plan.tiling.lanes = std::max(plan.tiling.lanes, std::min(most, share) * kernels.group);
   }
   return plan;
 }
