@@ -42,11 +42,7 @@ struct ForwardConfig {
   static constexpr int kSlots = 4;  // of announced tiles: stored, computed, next, and one that is being described
   static constexpr uint32_t kWorkBytes = 80;
   static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
-  // Tiles whose row sums overflowed: a count, then their indices. Once one is noted, later tiles are announced safe; those already
-  // announced are at most kSlots, noted by each warp once.
-  static constexpr uint32_t kRedoAt = kWorkAt + kSlots * kWorkBytes;
-  static constexpr int kRedoEntries = kSlots * 4 * kGroups + 1;
-  static constexpr uint32_t kBarriersAt = kRedoAt + 4 * (1 + kRedoEntries);
+  static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries * kParts + 4 * kStages + 2 * kSlots + 2);
 };
 

@@ -106,8 +106,7 @@ struct Consumer {
     multiply_probability_value(v);
     end_turn();
   }
-  // The scores are there, P V may still be under way.
-  __device__ __forceinline__ void wait_score() {
+  __device__ __forceinline__ void wait_score() {  // P V may still be under way
     ptx::wait_products<1>();
     release_key();
   }
@@ -115,6 +114,10 @@ struct Consumer {
   __device__ __forceinline__ void release_key() {
     release(barriers.key_empty(key.stage));
     key.next();
+  }
+  // With one buffer of Q after the last S of a tile; with more there is time until the end of the tile.
+  __device__ __forceinline__ void release_query(bool last) {
+    if (last && lane == 0) ptx::arrive(barriers.query_empty(query.stage, part()));
   }
   __device__ __forceinline__ void release_value() {
     release(barriers.value_empty(value.stage));
@@ -126,8 +129,7 @@ struct Consumer {
 #pragma unroll 1
     for (; count > 0; --count) {
       ptx::wait(barriers.key_full(key.stage), key.parity);
-      begin_turn();
-      end_turn();
+      begin_turn(), end_turn();
       release_key();
     }
   }
@@ -177,17 +179,13 @@ struct Consumer {
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     // The whole stage twice: ptxas serialises products around a branch within it (C7514).
-    if (p.edges) {
-      first_softmax<true>(tile);
-    } else {
-      first_softmax<false>(tile);
-    }
+    p.edges ? first_softmax<true>(tile) : first_softmax<false>(tile);
   }
   template <bool kMask>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     modify<kMask>(tile, kMask ? static_cast<int>(ptx::load_shared_volatile(tile.slot.last())) - tile.ahead : 0);
     float maximum[2], subtrahend[2], sum[2][2] = {};
-    row_max(score, maximum);
+    row_max<kMask>(score, maximum);
     state.start(maximum);
     state.reference(p.scale_log2, subtrahend);
     const float scale_log2 = reduce_large(score, p.scale_log2, subtrahend);
@@ -199,16 +197,17 @@ struct Consumer {
   // score = Q K[block]^T beside output += P V[block + 1], then P = softmax(score).
   // kFollow: the row maximum is followed. Else the reference of the blocks before is kept; store() checks that it held.
   template <bool kMask, bool kFollow>
-  __device__ __forceinline__ void step(const Tile& tile, int block) {
+  __device__ __forceinline__ void step(const Tile& tile, int block, int end) {
     constexpr int kPairs = C::kKeys / 4;
     float subtrahend[2], sum[2][2] = {};
     // 0, but ptxas cannot know: else it computes all descriptors of a wide Q before the loop, more than there are uniform registers.
     issue_both(C::kDim > 128 ? block >> 31 : 0);
     wait_score();
+    if (!C::kEarly) release_query(block == end);
     modify<kMask>(tile, block);
     if constexpr (kFollow) {
       float maximum[2], factor[2];
-      row_max(score, maximum);
+      row_max<kMask>(score, maximum);
       ptx::wait_products<0>();
       release_value();
       if (state.follow(maximum, p.scale_log2, factor)) {
@@ -254,11 +253,11 @@ struct Consumer {
 
   __device__ __forceinline__ void walk(const Tile& tile, Walk walk) {
 #pragma unroll 1
-    for (; walk.block >= walk.exact_end; --walk.block) step<true, true>(tile, walk.block);
+    for (; walk.block >= walk.exact_end; --walk.block) step<true, true>(tile, walk.block, walk.end);
 #pragma unroll 1
-    for (; walk.block >= walk.quick_end; --walk.block) step<false, false>(tile, walk.block);
+    for (; walk.block >= walk.quick_end; --walk.block) step<false, false>(tile, walk.block, walk.end);
 #pragma unroll 1
-    for (; walk.block >= walk.end; --walk.block) step<true, false>(tile, walk.block);
+    for (; walk.block >= walk.end; --walk.block) step<true, false>(tile, walk.block, walk.end);
     pass_keys(walk.behind());
   }
 
@@ -266,9 +265,12 @@ struct Consumer {
   __device__ __forceinline__ void store(const Tile& tile) {
     const Finished finished{ptx::load_shared_16(tile.slot.place()), ptx::load_shared_16(tile.slot.sequence()),
                             ptx::load_shared_16(tile.slot.fate())};
-    release_work(tile);
+    const auto settle = [&](bool overflowed) {
+      if (overflowed && lane == 0) ptx::store_shared(tile.slot.overflowed(), 1u);
+      release_work(tile);
+    };
     const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
-    store_rows<C>(p, finished, group * 64 + warp * 16, lane, base + C::kRedoAt, staging, state, output);
+    store_rows<C>(p, finished, group * 64 + warp * 16, lane, settle, staging, state, output);
     clear();
   }
 
@@ -290,6 +292,7 @@ struct Consumer {
     const Walk steps = plan_walk(tile);
     ptx::wait_products<0>();
     release_key();
+    if (!C::kEarly) release_query(steps.block < steps.end);
     first_softmax(tile);
     pass_values(tile.ahead);
     return steps;
@@ -315,7 +318,7 @@ struct Consumer {
     Tile following;
     while (true) {
       walk(tile, steps);
-      release(barriers.query_empty(query.stage, part()));
+      if (C::kEarly) release_query(true);
       query.next();
       following = fetch();
       if (following.kind != Kind::kTile) break;
@@ -360,8 +363,7 @@ struct Consumer {
 #pragma unroll 1
     for (uint32_t block = place.z; block <= place.w; ++block, k.next(), v.next()) {
       ptx::wait(barriers.key_full(k.stage), k.parity);
-      begin_turn();
-      end_turn();
+      begin_turn(), end_turn();
       release(barriers.key_empty(k.stage));
       ptx::wait(barriers.value_full(v.stage), v.parity);
       release(barriers.value_empty(v.stage));
@@ -384,8 +386,6 @@ struct Consumer {
         blocks = pass(tile);
       } else {
         release_work(tile);
-        if (lane == 0) ptx::wait_stores<0>();
-        __syncwarp();
         release(barriers.drained());
       }
       ptx::fence_products();

@@ -17,9 +17,10 @@ struct Finished {
   uint4 place, sequence, fate;
 };
 
-// The 16 rows of a warp, from row `first` of the tile on. Tiles that overflowed are noted at `redo`; `staging`: kOutputs panels.
-template <class C>
-__device__ __forceinline__ void store_rows(const ForwardArguments& p, const Finished& tile, int first, int lane, uint32_t redo,
+// The 16 rows of a warp, from row `first` of the tile on. `settle` is told whether the sums overflowed, before anything is stored;
+// `staging`: kOutputs panels.
+template <class C, class Settle>
+__device__ __forceinline__ void store_rows(const ForwardArguments& p, const Finished& tile, int first, int lane, Settle settle,
                                            uint32_t staging, Rows rows, const float (&output)[C::kDim / 2]) {
   using T = typename C::T;
   const int row = static_cast<int>(tile.place.x) + first, head = static_cast<int>(tile.place.y);
@@ -33,10 +34,8 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& p, const Fini
   rows.reference(p.scale_log2, top);
   bool fits = rows.sum[0] < kLimit && rows.sum[1] < kLimit && fabsf(top[0]) <= kLargest && fabsf(top[1]) <= kLargest;
   if constexpr (std::is_same_v<T, __half>) fits &= fmaxf(rows.peak[0], rows.peak[1]) < kHalfLimit;
-  if (__any_sync(~0u, !fits) && lane == 0 && tile.fate.z == 0) {
-    const int entry = ptx::add_shared(redo, 1);
-    ptx::store_shared(redo + 4 + 4 * entry, tile.fate.x);
-  }
+  settle(__any_sync(~0u, !fits) && tile.fate.z == 0);
+  if (lane == 0 && tile.fate.z != 0) ptx::wait_stores<0>();  // what overflowed may still be on its way to the same place
   float scale[2] = {1, 1};
   if (p.sinks != nullptr) fold_sink(__uint_as_float(tile.fate.w), rows.sum, top, scale);
 #pragma unroll

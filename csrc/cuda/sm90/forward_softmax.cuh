@@ -10,35 +10,44 @@
 
 namespace flash::sm90 {
 
-// Row maxima over all keys of the block, in every lane of the row's quad. NaN scores are passed over.
+// The largest score of each row in this lane. NaN scores are passed over.
 template <int kScores>
-__device__ __forceinline__ void row_max(const float (&score)[kScores], float (&maximum)[2]) {
-  int bits[2][2];
+__device__ __forceinline__ void lane_max(const float (&score)[kScores], float (&maximum)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {  // floats compared as integers, three at a time: right unless a lane holds negative scores only
+  for (int r = 0; r < 2; ++r) {
+    float top[2] = {fmaxf(score[2 * r], score[2 * r + 1]), fmaxf(score[4 + 2 * r], score[4 + 2 * r + 1])};
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      bits[r][h] = max(__float_as_int(score[4 * h + 2 * r]), __float_as_int(score[4 * h + 2 * r + 1]));
-#pragma unroll
-    for (int i = 2; i < kScores / 4; ++i)
-      bits[r][i & 1] =
-          __vimax3_s32(bits[r][i & 1], __float_as_int(score[4 * i + 2 * r]), __float_as_int(score[4 * i + 2 * r + 1]));
-    bits[r][0] = max(bits[r][0], bits[r][1]);
+    for (int i = 2; i < kScores / 4; ++i) top[i & 1] = fmaxf(fmaxf(top[i & 1], score[4 * i + 2 * r]), score[4 * i + 2 * r + 1]);
+    maximum[r] = fmaxf(top[0], top[1]);
   }
-  // A positive NaN is the largest integer: it takes the slow branch too, where fmaxf passes over it.
-  constexpr int kInfinity = 0x7f800000;
-  if (__any_sync(~0u, min(bits[0][0], bits[1][0]) < 0 || max(bits[0][0], bits[1][0]) > kInfinity)) {
+}
+
+// Row maxima over all keys of the block, in every lane of the row's quad. NaN scores are passed over.
+template <bool kMask, int kScores>
+__device__ __forceinline__ void row_max(const float (&score)[kScores], float (&maximum)[2]) {
+  if constexpr (kMask) {  // rows see few keys: some lane sees none or negative scores only, nearly always
+    lane_max(score, maximum);
+  } else {
+    int bits[2][2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = -INFINITY;
+    for (int r = 0; r < 2;
+         ++r) {  // floats compared as integers, three at a time: right unless a lane holds negative scores only
 #pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) top = fmaxf(fmaxf(top, score[4 * i + 2 * r]), score[4 * i + 2 * r + 1]);
-      bits[r][0] = __float_as_int(top);
+      for (int h = 0; h < 2; ++h)
+        bits[r][h] = max(__float_as_int(score[4 * h + 2 * r]), __float_as_int(score[4 * h + 2 * r + 1]));
+#pragma unroll
+      for (int i = 2; i < kScores / 4; ++i)
+        bits[r][i & 1] =
+            __vimax3_s32(bits[r][i & 1], __float_as_int(score[4 * i + 2 * r]), __float_as_int(score[4 * i + 2 * r + 1]));
+      bits[r][0] = max(bits[r][0], bits[r][1]);
+      maximum[r] = __int_as_float(bits[r][0]);
     }
+    // A positive NaN is the largest integer: it takes the slow branch too, where fmaxf passes over it.
+    constexpr int kInfinity = 0x7f800000;
+    if (__any_sync(~0u, min(bits[0][0], bits[1][0]) < 0 || max(bits[0][0], bits[1][0]) > kInfinity)) lane_max(score, maximum);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    maximum[r] = __int_as_float(bits[r][0]);
     maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 1));
     maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 2));
   }

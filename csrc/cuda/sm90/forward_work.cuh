@@ -59,7 +59,7 @@ struct Slot {
   }  // rows, keys; row 0 of the sequence in out's map: row, sequence
   __device__ __forceinline__ uint32_t fate() const {
     return at + 32;
-  }  // index of the tile, Kind, whether to follow every maximum, sink (bits of a float)
+  }  // whether sums overflowed, Kind, whether to follow every maximum, sink (bits of a float)
   __device__ __forceinline__ uint32_t source() const {
     return at + 48;
   }  // kv head; row 0 of the keys in the maps: row, sequence, wrap
@@ -68,6 +68,7 @@ struct Slot {
   __device__ __forceinline__ uint32_t row() const { return at; }
   __device__ __forceinline__ uint32_t head() const { return at + 4; }
   __device__ __forceinline__ uint32_t last() const { return at + 12; }
+  __device__ __forceinline__ uint32_t overflowed() const { return at + 32; }
   __device__ __forceinline__ uint32_t kind() const { return at + 36; }
   __device__ __forceinline__ uint32_t safe() const { return at + 40; }
 };
