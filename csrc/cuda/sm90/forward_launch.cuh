@@ -16,7 +16,7 @@ cudaError_t launch_forward(const ForwardArguments& arguments, unsigned blocks, c
 // The instance for a variant chosen at run time.
 template <class T>
 cudaError_t launch_forward(int variant, bool capped, const ForwardArguments& arguments, unsigned blocks, cudaStream_t stream) {
-  static_assert(kForwardVariants == 4);
+  static_assert(kForwardVariants == 5);
   switch (variant * 2 + capped) {
     case 0:
       return launch_forward<T, 0, false>(arguments, blocks, stream);
@@ -34,6 +34,10 @@ cudaError_t launch_forward(int variant, bool capped, const ForwardArguments& arg
       return launch_forward<T, 3, false>(arguments, blocks, stream);
     case 7:
       return launch_forward<T, 3, true>(arguments, blocks, stream);
+    case 8:
+      return launch_forward<T, 4, false>(arguments, blocks, stream);
+    case 9:
+      return launch_forward<T, 4, true>(arguments, blocks, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -23,7 +23,8 @@ struct ForwardTile {
 // Measured on an H200, 16k tokens, heads * dim = 2048.
 inline constexpr ForwardTile kForwardTiles[] = {
     // 0: four warpgroups hide each other's exponentials, which bind at this dim; small blocks waste little at the edge of a mask.
-    // Causal 512 +26 %, 1k +24 %, 4k +5 % against 2 or 3 warpgroups and 128 keys; taking turns -2 to -6 %.
+    // Causal 512 +26 %, 1k +24 %, 4k +5 % against 2 or 3 warpgroups and 128 keys; taking turns -2 to -6 %, exponentials in halves -1 to
+    // -6 %.
     {64, 4, 64, 8, 2, 1, false, false, 32, 112},
     // 1: more keys a step, fewer waits: long rows without a mask +1 to +7 %.
     {64, 3, 128, 4, 2, 1, true, false, 32, 160},
@@ -32,6 +33,10 @@ inline constexpr ForwardTile kForwardTiles[] = {
     {128, 2, 128, 2, 2, 2, true, true, 56, 224},
     // 3: 225 KB; a second Q does not fit. With turns -1 %, in one go 0.
     {256, 2, 64, 2, 1, 2, false, true, 24, 240},
+    // 4: narrow windows. A tile of 1024 keys ends and starts after 9 steps of variant 2, which takes as long as 1.5 of them (first
+    // softmax, output, instructions that come once a tile); here a third warpgroup computes meanwhile, and 64 keys waste less at both
+    // edges: windows of 256, 1024, 2048, 4096 keys +7, +5, +3, 0 %; without a window -2 to +2 %. All exponentials in one go 0.
+    {128, 3, 64, 4, 1, 2, false, true, 32, 160},
 };
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
@@ -45,7 +50,8 @@ constexpr int query_parts(const ForwardTile& tile) { return tile.queries > 1 ? 1
 constexpr int forward_variant(const problem::Problem& p) {
   const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
   if (dim <= 64) return p.right < problem::kOpen || p.left < problem::kOpen || p.keys <= 1024 ? 0 : 1;
-  return dim <= 128 ? 2 : dim <= 256 ? 3 : -1;
+  if (dim <= 128) return p.left + p.right < 2048 && p.left + p.right < p.keys / 2 ? 4 : 2;
+  return dim <= 256 ? 3 : -1;
 }
 
 // What TMA can address: 16-byte aligned bases and strides below 2^40 bytes; a packed row stride below 2^34. Broadcast (stride 0)
