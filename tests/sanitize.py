@@ -131,6 +131,15 @@ def run_packed(case, dtype) -> None:
     torch.ops.flash.attention_varlen_backward(g, None, q, k, v, out, lse, *lengths, *extras, wanted, **case.options)
 
 
+def run_tiles(head_dim: int) -> None:
+    """Forward over more tiles than any GPU has multiprocessors; scores that grow towards the first keys make some be done again."""
+    import torch
+
+    query, key, value = (torch.randn(200, 1, 150, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    key *= torch.linspace(30, 1, 150, device="cuda", dtype=torch.bfloat16)[:, None]
+    torch.ops.flash.attention_forward(query, key, value, window_right=0)
+
+
 def run_small(_) -> None:
     """merge and dropout_mask."""
     import torch
@@ -177,7 +186,9 @@ def inside(seconds: float, only: str, shard: int, shards: int) -> int:
         jobs.append((f"{case} {dtype}", lambda c=case, t=dtype, d=deterministic, a=layout: run_dense(c, t, d, a)))
     packed = [(f"packed-{case}", lambda c=case: run_packed(c, torch.bfloat16)) for case in PACKED]
     decode = [(f"decode-{name}", lambda n=name: run_decode(n)) for name in DECODE]
-    jobs[19:19] = [*packed, ("small", lambda: run_small(None)), *decode]  # after the first pass over types and head dims
+    tiles = [(f"tiles-{dim}", lambda d=dim: run_tiles(d)) for dim in (64, 128, 256)]
+    # After the first pass over types and head dims.
+    jobs[19:19] = [*packed, *tiles, ("small", lambda: run_small(None)), *decode]
     jobs = [job for job in jobs if only in job[0]][shard::shards]
 
     torch.manual_seed(0)

@@ -65,6 +65,27 @@ def test_tiles_that_are_done_again(head_dim: int, dtype: torch.dtype, hopper: py
         assert_as_sm80(hopper, (query, key, value), window_left=left, window_right=right)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("largest", [1, 4, 30])
+def test_a_thousand_runs(head_dim: int, dtype: torch.dtype, largest: int, hopper: pytest.MonkeyPatch):
+    """Blocks claim tiles as they come, and which tiles are done again differs from tile to tile; the bits must not."""
+    torch.manual_seed(0)
+    query, key, value = (normal(12, 700, head_dim, dtype, batch=8) for _ in range(3))
+    key = (key.float() * torch.linspace(largest, 1, 700, device="cuda")[:, None]).to(dtype)
+    sinks = torch.randn(12, device="cuda")
+    for left, right in ((None, None), (None, 0), (250, 0)):
+
+        def run(left: int | None = left, right: int | None = right) -> tuple[Tensor, Tensor]:
+            return torch.ops.flash.attention_forward(query, key, value, sinks=sinks, window_left=left, window_right=right)
+
+        expected = run()
+        for repetition in range(1000):
+            for ours, first in zip(run(), expected, strict=True):
+                assert torch.equal(ours, first), f"window {left}, {right}: run {repetition} differs"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nan_with_softcap(head_dim: int, hopper: pytest.MonkeyPatch):
     """Scores of a row share a reciprocal: a NaN must still stay with the rows that see it."""
