@@ -35,13 +35,6 @@ __device__ __forceinline__ int load_shared_volatile(uint32_t address) {
   return value;
 }
 
-// atom.shared.add.u32: returns the value before.
-__device__ __forceinline__ int add_shared(uint32_t address, int value) {
-  int before;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
-  return before;
-}
-
 // ld.acquire.gpu.global.u32
 __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
   unsigned value;
