@@ -59,7 +59,8 @@ struct BackwardConfig {
   static_assert(kSharedBytes <= 232448);
 };
 
-// Full: 1 arrival (the producer) and its bytes, or 1 per warp that writes. Empty: 1 arrival per warp that reads. Of P: every lane.
+// Full: 1 arrival (the producer) and its bytes, or 1 per warp that writes. Empty: 1 arrival per warp that reads.
+// Of tiles, and of P between warpgroups: 1 per thread, which is as fast; racecheck does not follow a lane that arrives for its warp.
 template <class C>
 struct BackwardBarriers {
   uint32_t base;
@@ -88,7 +89,8 @@ struct BackwardBarriers {
     for (int i = 0; i < C::kScores; ++i)
       ptx::init_barrier(score_full(i), C::kWide ? kWarps : kMain), ptx::init_barrier(score_empty(i), kWarps);
     for (int i = 0; i < C::kSlots; ++i) {
-      ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kMain + (C::kSums ? kWarps : 0) + (cleans ? 1 : 0));
+      ptx::init_barrier(work_full(i), 1),
+          ptx::init_barrier(work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0));
       ptx::init_barrier(cleared(i), 1);
     }
     for (int i = 0; i < C::kValueStages; ++i)

@@ -47,7 +47,7 @@ struct RowConfig {
   static_assert(kSharedBytes <= 232448);
 };
 
-// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp.
+// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp, of tiles per thread (see BackwardBarriers).
 template <class C>
 struct RowBarriers {
   uint32_t base;
@@ -65,7 +65,7 @@ struct RowBarriers {
     ptx::init_barrier(rows_full(), 1), ptx::init_barrier(rows_empty(), kWarps);
     for (int i = 0; i < C::kKeyStages; ++i) ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
     for (int i = 0; i < C::kValueStages; ++i) ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps);
+    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps);
     ptx::fence_barrier_init();
   }
 };
@@ -349,8 +349,7 @@ struct RowGradients {
       pass(steps.behind);
       store(tile);
       rows.next();
-      __syncwarp();
-      release(barriers.work_empty(slot.stage));
+      ptx::arrive(barriers.work_empty(slot.stage));
       slot.next();
     }
     if (lane == 0) ptx::wait_stores<0>();

@@ -51,8 +51,7 @@ struct WideGradients : BackwardWorker<C> {
     ptx::commit_products();
   }
 
-  // score = P, and what dS needs of it to the other warpgroup. Every lane arrives, here and where dS has read: as fast as one for its
-  // warp, and racecheck can follow it.
+  // score = P, and what dS needs of it to the other warpgroup.
   __device__ __forceinline__ void weigh(int m, const Steps& full) {
     uint32_t slope[Worker::kSlopes];
     this->exponentiate(score, slope, tile, 0, m, full);

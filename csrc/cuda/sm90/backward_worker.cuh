@@ -104,7 +104,7 @@ struct BackwardWorker {
     if (lane == 0) ptx::arrive(barrier);
   }
 
-  // The next announced tile; false: there is none. It stays until release_work().
+  // The next announced tile; false: there is none. It stays until release_work(), by every lane.
   __device__ __forceinline__ bool fetch(BackwardSlot& tile) {
     ptx::wait(barriers.work_full(slot.stage), slot.parity);
     tile = BackwardSlot{base + C::kWorkAt + C::kWorkBytes * slot.stage};
@@ -112,8 +112,7 @@ struct BackwardWorker {
     return bound(ptx::load_shared_volatile(tile.index())) < p.tiles;
   }
   __device__ __forceinline__ void release_work(BackwardSlot tile) {
-    __syncwarp();
-    release(barriers.work_empty((tile.at - base - C::kWorkAt) / C::kWorkBytes));
+    ptx::arrive(barriers.work_empty((tile.at - base - C::kWorkAt) / C::kWorkBytes));
   }
 
   // K-major descriptors of a stage's rows.

@@ -46,8 +46,8 @@ struct ForwardConfig {
   static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries * kParts + 4 * kStages + 2 * kSlots + 2);
 };
 
-// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp that reads it (of Q: its part), for a
-// slot of the producer too.
+// Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp that reads it (of Q: its part); for a
+// slot 1 per consumer thread, which racecheck can follow, and the producer's.
 template <class C>
 struct Barriers {
   uint32_t base;
@@ -70,7 +70,7 @@ struct Barriers {
       ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
       ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
     }
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), kWarps + 1);
+    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps + 1);
     ptx::init_barrier(asked(), 1);
     ptx::init_barrier(drained(), kWarps);
     ptx::fence_barrier_init();

@@ -37,7 +37,7 @@ struct Consumer {
     if (lane == 0) ptx::arrive(barrier);
   }
 
-  // The next announced tile: its kind, and the slot that describes it until release_work().
+  // The next announced tile: its kind, and the slot that describes it until release_work(), by every lane.
   struct Tile {
     Slot slot;
     uint32_t empty;
@@ -53,10 +53,7 @@ struct Consumer {
     slot.next();
     return tile;
   }
-  __device__ __forceinline__ void release_work(const Tile& tile) {
-    __syncwarp();
-    release(tile.empty);
-  }
+  __device__ __forceinline__ void release_work(const Tile& tile) { ptx::arrive(tile.empty); }
 
   // Of Q, the one with this warpgroup's rows.
   __device__ __forceinline__ int part() const { return C::kParts == 1 ? 0 : group; }
