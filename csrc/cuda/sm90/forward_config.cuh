@@ -47,7 +47,7 @@ struct ForwardConfig {
 };
 
 // Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp that reads it (of Q: its part); for a
-// slot 1 per consumer thread, which racecheck can follow, and the producer's.
+// slot 1 per consumer thread, which racecheck can follow, and the producer's. Drained: 1 per consumer thread.
 template <class C>
 struct Barriers {
   uint32_t base;
@@ -72,7 +72,7 @@ struct Barriers {
     }
     for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps + 1);
     ptx::init_barrier(asked(), 1);
-    ptx::init_barrier(drained(), kWarps);
+    ptx::init_barrier(drained(), 32 * kWarps);
     ptx::fence_barrier_init();
   }
 };

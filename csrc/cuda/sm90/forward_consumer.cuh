@@ -383,7 +383,7 @@ struct Consumer {
         blocks = pass(tile);
       } else {
         release_work(tile);
-        release(barriers.drained());
+        ptx::arrive(barriers.drained());
       }
       ptx::fence_products();
       blocks = ptx::uniform(blocks);
