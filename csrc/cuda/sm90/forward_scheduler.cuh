@@ -31,7 +31,10 @@ struct Scheduler {
       index = claimed;
       claimed = -1;
     } while (index < p.tiles && !decode<C::kRows, C::kKeys, C::kGroups>(p, index, to));
-    if (index >= p.tiles) return exhausted = true, announce(to, Kind::kDrain);
+    if (index >= p.tiles) {
+      exhausted = true;
+      return announce(to, Kind::kDrain);
+    }
     const float sink = p.sinks == nullptr ? 0.f : p.sinks[ptx::load_shared_volatile(to.head())];
     ptx::store_shared(to.fate(), make_uint4(0, static_cast<uint32_t>(Kind::kTile), 0, __float_as_uint(sink)));
     return Kind::kTile;

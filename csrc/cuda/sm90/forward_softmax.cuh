@@ -28,10 +28,9 @@ __device__ __forceinline__ void row_max(const float (&score)[kScores], float (&m
   if constexpr (kMask) {  // rows see few keys: some lane sees none or negative scores only, nearly always
     lane_max(score, maximum);
   } else {
-    int bits[2][2];
+    int bits[2][2];  // floats compared as integers, three at a time: right unless a lane holds negative scores only
 #pragma unroll
-    for (int r = 0; r < 2;
-         ++r) {  // floats compared as integers, three at a time: right unless a lane holds negative scores only
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         bits[r][h] = max(__float_as_int(score[4 * h + 2 * r]), __float_as_int(score[4 * h + 2 * r + 1]));
