@@ -62,8 +62,9 @@ TYPED_TEST(SwizzledLayout, StepsAlongChunksAgree) {
   for (int row = 0; row < kRows; ++row)
     for (int chunk = 0; chunk < TypeParam::kChunks; ++chunk)
       for (int n = 0; chunk + n < TypeParam::kChunks; ++n)
-        if ((chunk & n) == 0)
+        if ((chunk & n) == 0) {
           EXPECT_EQ(TypeParam::chunks(TypeParam::address(0, row, chunk), n), TypeParam::address(0, row, chunk + n));
+        }
 }
 
 }  // namespace
