@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "op/arguments.h"
+#include "op/rows_first.h"
 
 namespace flash::op {
 namespace {
@@ -131,13 +132,10 @@ bool flash_backward(Values in, Stack& results) {
         results);
     return true;
   }
-  const Tensor grad_out = swapped(in[0]), q = swapped(in[1]), k = swapped(in[2]), v = swapped(in[3]), out = swapped(in[4]);
-  Gradients5 gradients = call_backward({grad_out, kNoTensor, out, lse}, {q, k, v, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
-                                       options, kGradients);
-  for (Tensor& gradient : gradients) {
-    if (gradient.defined()) gradient = gradient.transpose(1, 2);
-  }
-  push_gradients(std::move(gradients), results);
+  push_gradients(rows_first_backward({in[0].toTensor(), kNoTensor, in[4].toTensor(), lse},
+                                     {query, in[2].toTensor(), in[3].toTensor(), kNoTensor, kNoTensor, kNoTensor, kNoTensor},
+                                     options, kGradients, false),
+                 results);
   return true;
 }
 

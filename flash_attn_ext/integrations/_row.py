@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 
+def later_starts(position_ids: Tensor) -> Tensor:
+    """[1, L] -> where sequences but the first start: a position there does not follow the one before."""
+    return (position_ids[0].diff() != 1).nonzero().flatten() + 1
+
+
 @torch.library.custom_op("flash_attn_ext::sequence_ends", mutates_args=())
 def sequence_ends(position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """[1, L] -> ends [L + 1] int32: 0, the end of every sequence, and L up to the last place; on the CPU: how many there are, and
-    the length of the longest. A new sequence starts where a position does not follow the one before."""
+    the length of the longest."""
     rows = position_ids.shape[1]
-    starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+    starts = later_starts(position_ids)
     ends = position_ids.new_full((rows + 1,), rows, dtype=torch.int32)
     ends[0] = 0
     ends[1 : starts.numel() + 1] = starts

@@ -75,8 +75,8 @@ def _kept_first(mask: Tensor) -> _Packing:
 
 
 def _restarts(position_ids: Tensor) -> _Packing | None:
-    """Sequences in a row, position_ids [1, L]: a new one starts where a position does not follow the one before."""
-    starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+    """Sequences in a row, position_ids [1, L]."""
+    starts = _row.later_starts(position_ids)
     if starts.numel() == 0:
         return None
     ends = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
