@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_ext import attention
+from ranks import run_ranks
 
 STEPS = 3
 
@@ -54,13 +53,12 @@ def train(model: nn.Module, batch: Tensor, autocast: bool) -> list[float]:
     return losses
 
 
-def worker(rank: int, world: int, port: int, kind: str, autocast: bool) -> None:
-    from torch.distributed import all_reduce, destroy_process_group, init_process_group
+def worker(rank: int, world: int, kind: str, autocast: bool) -> None:
+    from torch.distributed import all_reduce
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.manual_seed(0)
     model, batch = Model(), torch.randn(2 * world, 11, 32)
     alone = copy.deepcopy(model)
@@ -79,15 +77,9 @@ def worker(rank: int, world: int, port: int, kind: str, autocast: bool) -> None:
     for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         torch.testing.assert_close(whole, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
-    destroy_process_group()
-    # A thread of torch 2.14's sharding now and then outlives the group, which aborts the process at the interpreter's end.
-    os._exit(0)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training(kind: str, autocast: bool):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(worker, (2, port, kind, autocast), nprocs=2)
+    run_ranks(worker, 2, kind, autocast)

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_ext import attention, attention_decode, attention_varlen
+from ranks import run_ranks
 
 
 def count(call) -> int:
@@ -64,12 +64,10 @@ def test_import_alone_pays_for_neither():
     subprocess.run([sys.executable, "-c", check], check=True, cwd="/")
 
 
-def sharded(rank: int, world: int, port: int) -> None:
-    from torch.distributed import destroy_process_group, init_process_group
+def sharded(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     tensors = [torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -107,17 +105,7 @@ def sharded(rank: int, world: int, port: int) -> None:
     assert not torch.equal(dropped.full_tensor(), attention(*parts).full_tensor())
     products = [(a * b).sum().full_tensor() for a, b in ((grad_out, dropped), (dvalue, parts[2]))]
     torch.testing.assert_close(*products)
-    destroy_process_group()
 
 
-def test_sharded_attention(unused_port: int):
-    multiprocessing.spawn(sharded, (2, unused_port), nprocs=2)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def test_sharded_attention():
+    run_ranks(sharded, 2)
