@@ -13,6 +13,7 @@
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/key_walk.cuh"
 #include "cuda/sm90/ring.cuh"
 #include "cuda/sm90/tiles.h"
 
@@ -293,37 +294,35 @@ struct RowGradients {
     release(barriers.rows_empty());
   }
 
-  // The blocks of a tile, newest first, of which this warpgroup sees [end, begin], all keys of those in [full_end, full_begin).
-  // Uniform, as in the forward: so the stages of the rings are, and the descriptors.
-  struct Walk {
-    int ahead, begin, full_begin, full_end, end, behind;
+  // The blocks of a tile: `ahead` and `behind` are those of which only other warpgroups see something, newer and older ones.
+  struct Walk : KeyWalk {
+    int ahead, behind;
+    __device__ __forceinline__ bool empty() const { return this->block < 0; }
   };
   __device__ __forceinline__ Walk plan_walk(const uint4& place, const uint4& sequence) {
     const int length = static_cast<int>(sequence.x), diagonal = p.bottom_right ? keys - length : 0;
     const int first = static_cast<int>(place.z), last = static_cast<int>(place.w);
-    const int from = static_cast<int>(place.x) + group * 64, top = from + diagonal,
-              bottom = min(from + 64, length) - 1 + diagonal;
+    const int from = static_cast<int>(place.x) + group * 64, top = from + diagonal;
+    const int bottom = min(from + 64, length) - 1 + diagonal;
     row = top + warp * 16 + lane / 4;
     const int key = min(bottom + p.right, keys - 1), begin = from < length && key >= 0 ? min(key / C::kKeys, last) : -1;
-    const int end = max(first, max(top - p.left, 0) / C::kKeys);
-    if (begin < end) return {ptx::uniform(last - first + 1), -1, 0, 0, 0, 0};
-    const int full_begin = max(min(keys, top + p.right + 1), 0) / C::kKeys;
-    const int full_end = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
-    return {ptx::uniform(last - begin),       ptx::uniform(begin), ptx::uniform(max(full_begin, end)),
-            ptx::uniform(max(full_end, end)), ptx::uniform(end),   ptx::uniform(end - first)};
+    const int end = max(first, oldest_seen<C::kKeys>(p, top));
+    if (begin < end) return {{-1, 0, 0, 0}, ptx::uniform(last - first + 1), 0};
+    const int masked_end = max(min(keys, top + p.right + 1), 0) / C::kKeys;
+    const int unmasked_end = oldest_unmasked<C::kKeys>(p, top);
+    const int ahead = ptx::uniform(last - begin);
+    const KeyWalk seen{ptx::uniform(begin), ptx::uniform(max(masked_end, end)), ptx::uniform(max(unmasked_end, end)),
+                       ptx::uniform(end)};
+    return {seen, ahead, ptx::uniform(end - first)};
   }
 
-  __device__ __forceinline__ void walk(Walk w) {
+  __device__ __forceinline__ void walk(Walk walk) {
     wait_stages();
     multiply_both();
-    differentiate<true, false>(w.begin);
-    int block = w.begin - 1;
-#pragma unroll 1
-    for (; block >= w.full_begin; --block) step<true>(block);
-#pragma unroll 1
-    for (; block >= w.full_end; --block) step<false>(block);
-#pragma unroll 1
-    for (; block >= w.end; --block) step<true>(block);
+    differentiate<true, false>(walk.block);
+    --walk.block;
+    walk.run([&](int block) { step<true>(block); }, [&](int block) { step<false>(block); },
+             [&](int block) { step<true>(block); });
     ptx::fence_products();
     accumulate(key.stage);
     ptx::wait_products<0>();
@@ -345,7 +344,7 @@ struct RowGradients {
       for (int i = 0; i < C::kDim / 2; ++i) (C::kDim > 128 ? sum[i / 64][i % 64] : sum[0][i]) = 0;
       ptx::wait(barriers.rows_full(), rows.parity);
       pass(steps.ahead);
-      if (steps.begin >= 0) walk(steps);
+      if (!steps.empty()) walk(steps);
       pass(steps.behind);
       store(tile);
       rows.next();

@@ -1,80 +1,37 @@
 // sm90/forward_consumer.cuh: a consumer warpgroup: 64 rows of every tile, their scores, probabilities and output in registers.
 // S = Q K^T and O += P V are asynchronous; while one warpgroup does exponentials, the others keep the tensor cores busy.
 #pragma once
-#include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/warpgroup.cuh"
-#include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/forward_config.cuh"
 #include "cuda/sm90/forward_output.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
-#include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/forward_worker.cuh"
+#include "cuda/sm90/key_walk.cuh"
 
 namespace flash::sm90 {
 
 template <class C>
-struct Consumer {
+struct Consumer : ForwardWorker<C> {
+  using Worker = ForwardWorker<C>;
+  using typename Worker::Tile;
   using T = typename C::T;
+  using Worker::base, Worker::barriers, Worker::group, Worker::key, Worker::lane, Worker::p, Worker::query, Worker::warp;
+  using Worker::begin_turn, Worker::end_turn, Worker::fetch, Worker::pass_keys, Worker::pass_values, Worker::release_key,
+      Worker::release_query, Worker::release_value, Worker::release_work, Worker::wait_key, Worker::wait_query,
+      Worker::wait_value;
+  using Worker::describe_key, Worker::describe_query, Worker::describe_value;
 
-  const ForwardArguments& p;
-  const uint32_t base;
-  const Barriers<C> barriers;
-  const int group;                          // warpgroup
-  const int warp = (threadIdx.x >> 5) & 3;  // in the warpgroup
-  const int lane = threadIdx.x & 31;
-  Ring<C::kQueries> query;
-  Ring<C::kStages> key, value;
-  Ring<C::kSlots> slot;
   float score[C::kKeys / 2];               // [64, keys]: S, then P
   uint32_t probability[C::kKeys / 16][4];  // P as A operands
   float output[C::kDim / 2];               // [64, dim]
   Rows state;
 
-  __device__ __forceinline__ Consumer(const ForwardArguments& p, uint32_t base, Barriers<C> barriers, int group)
-      : p(p), base(ptx::uniform(base)), barriers(barriers), group(group) {}
-
-  __device__ __forceinline__ void release(uint32_t barrier) {
-    if (lane == 0) ptx::arrive(barrier);
-  }
-
-  // The next announced tile: its kind, and the slot that describes it until release_work(), by every lane.
-  struct Tile {
-    Slot slot;
-    uint32_t empty;
-    Kind kind;
-    int ahead;  // newest blocks of the tile of which this warpgroup sees nothing
-  };
-  __device__ __forceinline__ Tile fetch() {
-    ptx::wait(barriers.work_full(slot.stage), slot.parity);
-    const Slot from{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-    ptx::fence_products();  // tells ptxas that the warp is together: what REDUX gives then stays uniform, branches on it too
-    const int order = ptx::uniform(static_cast<int>(ptx::load_shared_volatile(from.order(group))));
-    const Tile tile{from, barriers.work_empty(slot.stage), static_cast<Kind>(order & 3), order >> 2};
-    slot.next();
-    return tile;
-  }
-  __device__ __forceinline__ void release_work(const Tile& tile) { ptx::arrive(tile.empty); }
-
-  // Of Q, the one with this warpgroup's rows.
-  __device__ __forceinline__ int part() const { return C::kParts == 1 ? 0 : group; }
-
-  // Descriptors of the current stages.
-  __device__ __forceinline__ uint64_t describe_query(int offset = 0) const {
-    const uint32_t rows = C::kParts == 1 ? group * 64 * 128 : group * C::kPartBytes;
-    return ptx::describe_matrix(base + C::kQueryAt + query.stage * C::kQueryBytes + rows + offset, 16, 1024);
-  }
-  __device__ __forceinline__ uint64_t describe_key() const {
-    return ptx::describe_matrix(base + C::kKeyAt + key.stage * C::kKeyBytes, 16, 1024);
-  }
-  __device__ __forceinline__ uint64_t describe_value() const {
-    return ptx::describe_matrix(base + C::kValueAt + value.stage * C::kKeyBytes, C::kKeyPanel, 1024);
-  }
+  using Worker::Worker;
 
   // score = Q K^T, as one batch.
   __device__ __forceinline__ void multiply_query_key(uint64_t q, uint64_t k) {
 #pragma unroll
     for (int i = 0; i < C::kDim / 16; ++i) {  // 16 columns are 32 bytes of a panel's row; descriptors count 16 bytes
-      const uint64_t a = q + (i / 4) * (C::kQueryPanel / 16) + (i % 4) * 2, b = k + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
+      const uint64_t a = q + (i / 4) * (C::kQueryPanel / 16) + (i % 4) * 2;
+      const uint64_t b = k + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
       if (i == 0) {
         ptx::multiply_async<T, 0>(score, a, b);
       } else {
@@ -94,11 +51,11 @@ struct Consumer {
   // Issues score = Q K^T of the current key stage and output += P V of the current value stage, once both are there.
   __device__ __forceinline__ void issue_both(int offset) {
     const uint64_t q = describe_query(offset), k = describe_key(), v = describe_value();
-    ptx::wait(barriers.key_full(key.stage), key.parity);
+    wait_key();
     begin_turn();
     ptx::fence_products();
     multiply_query_key(q, k);
-    ptx::wait(barriers.value_full(value.stage), value.parity);
+    wait_value();
     ptx::fence_products();
     multiply_probability_value(v);
     end_turn();
@@ -106,44 +63,6 @@ struct Consumer {
   __device__ __forceinline__ void wait_score() {  // P V may still be under way
     ptx::wait_products<1>();
     release_key();
-  }
-
-  __device__ __forceinline__ void release_key() {
-    release(barriers.key_empty(key.stage));
-    key.next();
-  }
-  // With one buffer of Q after the last S of a tile; with more there is time until the end of the tile.
-  __device__ __forceinline__ void release_query(bool last) {
-    if (last && lane == 0) ptx::arrive(barriers.query_empty(query.stage, part()));
-  }
-  __device__ __forceinline__ void release_value() {
-    release(barriers.value_empty(value.stage));
-    value.next();
-  }
-
-  // Blocks that this warpgroup does not use; the turn of each goes by, so that warpgroups take as many.
-  __device__ __forceinline__ void pass_keys(int count) {
-#pragma unroll 1
-    for (; count > 0; --count) {
-      ptx::wait(barriers.key_full(key.stage), key.parity);
-      begin_turn(), end_turn();
-      release_key();
-    }
-  }
-  __device__ __forceinline__ void pass_values(int count) {
-#pragma unroll 1
-    for (; count > 0; --count) {
-      ptx::wait(barriers.value_full(value.stage), value.parity);
-      release_value();
-    }
-  }
-
-  // Ping-pong: the issue of products goes round the warpgroups.
-  __device__ __forceinline__ void begin_turn() {
-    if (C::kTurns) ptx::sync_named(1 + group, 256);
-  }
-  __device__ __forceinline__ void end_turn() {
-    if (C::kTurns) ptx::arrive_named(1 + (group + 1) % C::kGroups, 256);
   }
 
   // Scores as the softmax takes them: capped, and -inf where a row does not see the key.
@@ -158,8 +77,8 @@ struct Consumer {
   __device__ __forceinline__ void mask_block(const Tile& tile, int block, float hidden) {
     const int row = ptx::load_shared_volatile(tile.slot.row());
     const uint4 sequence = ptx::load_shared_16(tile.slot.sequence());
-    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y),
-              diagonal = p.bottom_right ? keys - rows : 0;
+    const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
+    const int diagonal = p.bottom_right ? keys - rows : 0;
     mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys,
          hidden);
   }
@@ -219,7 +138,7 @@ struct Consumer {
       constexpr int kFirst = C::kHalves ? kPairs / 2 : 0;
       exponentials<T, 0, kFirst, kFirst>(score, probability, p.scale_log2, subtrahend, sum);
       // Complete already: the wait ends a basic block, so that ptxas keeps these exponentials before the wait for P V.
-      if (C::kHalves) ptx::wait(barriers.value_full(value.stage), value.parity);
+      if (C::kHalves) wait_value();
       ptx::wait_products<0>();
       release_value();
       exponentials<T, kFirst, kPairs, 0>(score, probability, p.scale_log2, subtrahend, sum);
@@ -227,12 +146,10 @@ struct Consumer {
     add(sum);
   }
 
-  // The blocks of a tile behind the first, newest first: `block` down to exact_end, on to quick_end, on to end, and those of which other
-  // warpgroups see something, down to first. Uniform, since uniform bounds make uniform loops, in which the stages of the rings stay in
-  // uniform registers and with them all descriptors.
-  struct Walk {
-    int block, exact_end, quick_end, end, first;
-    __device__ __forceinline__ int behind() const { return end - first; }
+  // The blocks of a tile behind the first, and down to `first` those of which other warpgroups see something.
+  struct Walk : KeyWalk {
+    int first;
+    __device__ __forceinline__ int behind() const { return this->end - first; }
   };
   // Blocks of which all rows see all keys, below one of which every row has seen a key, take the quick step. Below them, at the left
   // edge of a window, masked ones: no row sees its first key there, so the reference may stay.
@@ -240,21 +157,20 @@ struct Consumer {
     const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
     const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
-    const int full_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key full_end * kKeys
-    const int full_begin = (max(top + 63 - p.left, 0) + C::kKeys - 1) / C::kKeys;
+    const int exact_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key exact_end * kKeys
+    const int unmasked_end = oldest_unmasked<C::kKeys>(p, top);
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
-    const int last = static_cast<int>(place.w) - tile.ahead, end = min(max(max(top - p.left, 0) / C::kKeys, first), last);
-    return {ptx::uniform(last - 1), ptx::uniform(safe ? end : max(full_end, end)), ptx::uniform(max(full_begin, end)),
-            ptx::uniform(end), ptx::uniform(first)};
+    const int last = static_cast<int>(place.w) - tile.ahead;
+    const int end = min(max(oldest_seen<C::kKeys>(p, top), first), last);
+    const KeyWalk seen{ptx::uniform(last - 1), ptx::uniform(safe ? end : max(exact_end, end)),
+                       ptx::uniform(max(unmasked_end, end)), ptx::uniform(end)};
+    return {seen, ptx::uniform(first)};
   }
 
   __device__ __forceinline__ void walk(const Tile& tile, Walk walk) {
-#pragma unroll 1
-    for (; walk.block >= walk.exact_end; --walk.block) step<true, true>(tile, walk.block, walk.end);
-#pragma unroll 1
-    for (; walk.block >= walk.quick_end; --walk.block) step<false, false>(tile, walk.block, walk.end);
-#pragma unroll 1
-    for (; walk.block >= walk.end; --walk.block) step<true, false>(tile, walk.block, walk.end);
+    walk.run([&](int block) { step<true, true>(tile, block, walk.end); },
+             [&](int block) { step<false, false>(tile, block, walk.end); },
+             [&](int block) { step<true, false>(tile, block, walk.end); });
     pass_keys(walk.behind());
   }
 
@@ -280,8 +196,8 @@ struct Consumer {
   __device__ __forceinline__ Walk begin(const Tile& tile) {
     pass_keys(tile.ahead);
     const uint64_t q = describe_query(), k = describe_key();
-    ptx::wait(barriers.query_full(query.stage, part()), query.parity);
-    ptx::wait(barriers.key_full(key.stage), key.parity);
+    wait_query();
+    wait_key();
     begin_turn();
     ptx::fence_products();
     multiply_query_key(q, k);
@@ -298,7 +214,7 @@ struct Consumer {
   // The last P V of a tile, and its output.
   __device__ __forceinline__ void finish(const Tile& tile, const Walk& steps) {
     const uint64_t v = describe_value();
-    ptx::wait(barriers.value_full(value.stage), value.parity);
+    wait_value();
     ptx::fence_products();
     multiply_probability_value(v);
     ptx::wait_products<0>();
@@ -307,9 +223,33 @@ struct Consumer {
     store(tile);
   }
 
-  // A tile and those that follow it. With two buffers of Q there is no break between them: the first S of the next is issued before the
-  // last P V of this one. With one, Q of the next is loaded while the last P V runs and the output is stored.
-  // Returns what ended the chain.
+  // The last P V of a tile beside the first S of the next, with two buffers of Q.
+  __device__ __forceinline__ Walk cross(const Tile& tile, const Walk& steps, const Tile& following) {
+    pass_keys(following.ahead);
+    const int unused = steps.behind() + following.ahead;
+    const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
+    wait_value();
+    begin_turn();
+    ptx::fence_products();
+    multiply_probability_value(v);
+    wait_query();
+    wait_key();
+    ptx::fence_products();
+    multiply_query_key(q, k);
+    end_turn();
+    const Walk next = plan_walk(following);
+    ptx::wait_products<1>();
+    release_value();
+    store(tile);
+    ptx::wait_products<0>();
+    release_key();
+    first_softmax(following);
+    pass_values(unused);
+    return next;
+  }
+
+  // A tile and those that follow it. With two buffers of Q there is no break between them. With one, Q of the next is loaded while the
+  // last P V runs and the output is stored. Returns what ended the chain.
   __device__ __forceinline__ Tile chain(Tile tile) {
     Walk steps = begin(tile);
     Tile following;
@@ -320,26 +260,7 @@ struct Consumer {
       following = fetch();
       if (following.kind != Kind::kTile) break;
       if constexpr (C::kEarly) {
-        pass_keys(following.ahead);
-        const int unused = steps.behind() + following.ahead;
-        const uint64_t q = describe_query(), k = describe_key(), v = describe_value();
-        ptx::wait(barriers.value_full(value.stage), value.parity);
-        begin_turn();
-        ptx::fence_products();
-        multiply_probability_value(v);
-        ptx::wait(barriers.query_full(query.stage, part()), query.parity);
-        ptx::wait(barriers.key_full(key.stage), key.parity);
-        ptx::fence_products();
-        multiply_query_key(q, k);
-        end_turn();
-        steps = plan_walk(following);
-        ptx::wait_products<1>();
-        release_value();
-        store(tile);
-        ptx::wait_products<0>();
-        release_key();
-        first_softmax(following);
-        pass_values(unused);
+        steps = cross(tile, steps, following);
       } else {
         finish(tile, steps);
         steps = begin(following);
@@ -350,28 +271,9 @@ struct Consumer {
     return following;
   }
 
-  // A tile in which this warpgroup has no rows. Returns by how much the rings of K and V have to move on: moved in here, they would be
-  // kept in vector registers everywhere.
-  __device__ __forceinline__ int pass(const Tile& tile) {
-    const uint4 place = ptx::load_shared_16(tile.slot.place());
-    ptx::wait(barriers.query_full(query.stage, part()), query.parity);
-    release(barriers.query_empty(query.stage, part()));
-    Ring<C::kStages> k = key, v = value;
-#pragma unroll 1
-    for (uint32_t block = place.z; block <= place.w; ++block, k.next(), v.next()) {
-      ptx::wait(barriers.key_full(k.stage), k.parity);
-      begin_turn(), end_turn();
-      release(barriers.key_empty(k.stage));
-      ptx::wait(barriers.value_full(v.stage), v.parity);
-      release(barriers.value_empty(v.stage));
-    }
-    release_work(tile);
-    return place.w - place.z + 1;
-  }
-
   __device__ __forceinline__ void run() {
     clear();
-    if (C::kTurns && group == C::kGroups - 1) ptx::arrive_named(1, 256);  // the first turn is free
+    this->free_first_turn();
     while (true) {
       Tile tile = fetch();
       if (tile.kind == Kind::kTile) tile = chain(tile);
@@ -380,16 +282,15 @@ struct Consumer {
       if (kind == Kind::kEnd) break;
       int blocks = 0;
       if (kind == Kind::kPass) {
-        blocks = pass(tile);
+        blocks = this->pass_tile(tile);
       } else {
         release_work(tile);
         ptx::arrive(barriers.drained());
       }
       ptx::fence_products();
-      blocks = ptx::uniform(blocks);
-      key.advance(blocks), value.advance(blocks), query.advance(min(blocks, 1));
+      this->advance(ptx::uniform(blocks));
     }
-    if (C::kTurns && group == 0) ptx::sync_named(1, 256);  // takes the last turn, so that no arrival is left over
+    this->take_last_turn();
     if (lane == 0) ptx::wait_stores<0>();
   }
 };
