@@ -8,7 +8,7 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/sm90/backward_work.cuh"
-#include "cuda/sm90/forward_gaps.cuh"
+#include "cuda/sm90/gaps.cuh"
 #include "cuda/tile/layout.cuh"
 #include "problem/coords.h"
 #include "problem/softmax.h"
@@ -87,21 +87,13 @@ __device__ __forceinline__ void clear_gaps(const problem::Array& gradient, int64
                                            int warps) {
   if (gradient.data == nullptr) return;
   const int lane = threadIdx.x & 31;
-  for (int first = 0; first <= batch; first += 32) {  // a lane looks at one gap
-    const Gap mine = first + lane <= batch
-                         ? find_gap(cu_seqlens, batch, static_cast<int>(total), static_cast<int>(longest), first + lane)
-                         : Gap{0, 0};
-    for (uint32_t found = __ballot_sync(~0u, mine.count > 0); found != 0; found &= found - 1) {
-      const int owner = __ffs(found) - 1;
-      const int from = __shfl_sync(~0u, mine.from, owner), end = from + __shfl_sync(~0u, mine.count, owner);
-      for (int row = from + warp; row < end; row += warps) {
-        for (int head = 0; head < heads; ++head) {
-          T* to = static_cast<T*>(gradient.data) + problem::offset(gradient, 0, head, row) + lane * 8;
-          if (lane * 8 < dim) *reinterpret_cast<uint4*>(to) = uint4{};
-        }
-      }
+  const auto gap = [&](int i) { return find_gap(cu_seqlens, batch, static_cast<int>(total), static_cast<int>(longest), i); };
+  for_each_gap_row(batch, gap, warp, warps, [&](int row) {
+    for (int head = 0; head < heads; ++head) {
+      T* to = static_cast<T*>(gradient.data) + problem::offset(gradient, 0, head, row) + lane * 8;
+      if (lane * 8 < dim) *reinterpret_cast<uint4*>(to) = uint4{};
     }
-  }
+  });
 }
 template <class T>
 __device__ __forceinline__ void clear_gaps(const PrepareArguments& a, int block) {
