@@ -6,6 +6,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/backward_config.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/panels.cuh"
 
 namespace flash::sm90 {
 
@@ -39,9 +40,7 @@ struct BackwardProducer {
   template <uint32_t kPanelBytes>
   __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int head, int sequence) {
     const int wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
-#pragma unroll
-    for (int panel = 0; panel < C::kPanels; ++panel)
-      ptx::load_box(to + panel * kPanelBytes, map, full, {64 * panel, row, head, sequence, wrap});
+    load_panels<C::kPanels>(to, kPanelBytes, map, full, row, head, sequence, wrap);
   }
 
   __device__ __forceinline__ void load_keys(const CUtensorMap* map, uint32_t to, uint32_t full, BackwardSlot tile) {

@@ -14,6 +14,7 @@
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_work.cuh"
 #include "cuda/sm90/key_walk.cuh"
+#include "cuda/sm90/panels.cuh"
 #include "cuda/sm90/ring.cuh"
 #include "cuda/sm90/tiles.h"
 
@@ -84,9 +85,7 @@ struct RowProducer {
   template <uint32_t kPanelBytes>
   __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int head, int sequence) {
     const int wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
-#pragma unroll
-    for (int panel = 0; panel < C::kPanels; ++panel)
-      ptx::load_box(to + panel * kPanelBytes, map, full, {64 * panel, row, head, sequence, wrap});
+    load_panels<C::kPanels>(to, kPanelBytes, map, full, row, head, sequence, wrap);
   }
 
   __device__ __forceinline__ void feed(Slot tile) {
@@ -163,15 +162,7 @@ struct RowGradients {
 
   // to [64 rows, keys] = a b^T, as one batch.
   __device__ __forceinline__ void multiply(float (&to)[C::kKeys / 2], uint64_t a, uint64_t b) const {
-#pragma unroll
-    for (int i = 0; i < C::kDim / 16; ++i) {
-      const uint64_t x = a + (i / 4) * (C::kRowPanel / 16) + (i % 4) * 2, y = b + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
-      if (i == 0) {
-        ptx::multiply_async<T, 0>(to, x, y);
-      } else {
-        ptx::multiply_async<T, 1>(to, x, y);
-      }
-    }
+    multiply_panels<T, C::kDim, C::kRowPanel, C::kKeyPanel>(to, a, b);
     ptx::commit_products();
   }
   // S and dP of the current stages, two batches.

@@ -9,6 +9,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/backward_config.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/panels.cuh"
 #include "problem/softmax.h"
 
 namespace flash::sm90 {
@@ -145,19 +146,9 @@ struct BackwardWorker {
   // score = a b^T + statistics, as one batch. Without lse where the scores are capped first.
   template <int kStatistics>
   __device__ __forceinline__ void multiply(float (&score)[C::kRows / 2], uint64_t a, uint64_t b) const {
-    using T = typename C::T;
     constexpr bool kAdds = kStatistics == kDelta || !C::kCapped;
     if constexpr (kAdds) add_statistics<0>(score, kStatistics);
-#pragma unroll
-    for (int i = 0; i < C::kDim / 16; ++i) {  // 16 columns are 32 bytes of a panel's row; descriptors count 16 bytes
-      const uint64_t from = a + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
-      const uint64_t rows = b + (i / 4) * (C::kRowPanel / 16) + (i % 4) * 2;
-      if (i == 0 && !kAdds) {
-        ptx::multiply_async<T, 0>(score, from, rows);
-      } else {
-        ptx::multiply_async<T, 1>(score, from, rows);
-      }
-    }
+    multiply_panels<typename C::T, C::kDim, C::kKeyPanel, C::kRowPanel, kAdds>(score, a, b);
     ptx::commit_products();
   }
 

@@ -5,6 +5,7 @@
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_worker.cuh"
 #include "cuda/sm90/key_walk.cuh"
+#include "cuda/sm90/panels.cuh"
 
 namespace flash::sm90 {
 
@@ -28,16 +29,7 @@ struct Consumer : ForwardWorker<C> {
 
   // score = Q K^T, as one batch.
   __device__ __forceinline__ void multiply_query_key(uint64_t q, uint64_t k) {
-#pragma unroll
-    for (int i = 0; i < C::kDim / 16; ++i) {  // 16 columns are 32 bytes of a panel's row; descriptors count 16 bytes
-      const uint64_t a = q + (i / 4) * (C::kQueryPanel / 16) + (i % 4) * 2;
-      const uint64_t b = k + (i / 4) * (C::kKeyPanel / 16) + (i % 4) * 2;
-      if (i == 0) {
-        ptx::multiply_async<T, 0>(score, a, b);
-      } else {
-        ptx::multiply_async<T, 1>(score, a, b);
-      }
-    }
+    multiply_panels<T, C::kDim, C::kQueryPanel, C::kKeyPanel>(score, q, k);
     ptx::commit_products();
   }
 

@@ -2,9 +2,9 @@
 // It runs ahead of the consumers as far as the buffers let it, across tiles: K of the next tile is loaded before the last V of this one.
 #pragma once
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/forward_config.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/panels.cuh"
 
 namespace flash::sm90 {
 
@@ -38,11 +38,8 @@ struct Producer {
       const uint32_t full = barriers.query_full(query.stage, part);
       const uint32_t to = base + C::kQueryAt + query.stage * C::kQueryBytes + part * C::kPartBytes;
       ptx::arrive_expecting(full, C::kPartBytes);
-#pragma unroll
-      for (int panel = 0; panel < C::kPanels; ++panel)
-        ptx::load_box(
-            to + panel * C::kQueryPanel, &p.query, full,
-            {64 * panel, row + part * (C::kRows / C::kParts), static_cast<int>(place.y), static_cast<int>(sequence.w), wrap});
+      load_panels<C::kPanels>(to, C::kQueryPanel, &p.query, full, row + part * (C::kRows / C::kParts),
+                              static_cast<int>(place.y), static_cast<int>(sequence.w), wrap);
     }
     query.next();
   }
@@ -52,10 +49,8 @@ struct Producer {
     const uint4 from = ptx::load_shared_16(slot_at(tile).source());
     const int row = static_cast<int>(from.y) + block * C::kKeys;
     ptx::arrive_expecting(full, C::kKeyBytes);
-#pragma unroll
-    for (int panel = 0; panel < C::kPanels; ++panel)
-      ptx::load_box(to + panel * C::kKeyPanel, map, full,
-                    {64 * panel, row, static_cast<int>(from.x), static_cast<int>(from.z), static_cast<int>(from.w)});
+    load_panels<C::kPanels>(to, C::kKeyPanel, map, full, row, static_cast<int>(from.x), static_cast<int>(from.z),
+                            static_cast<int>(from.w));
   }
   __device__ __forceinline__ void load_key(int block, int tile) {
     ptx::wait(barriers.key_empty(key.stage), key.parity ^ 1);
