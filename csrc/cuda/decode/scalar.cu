@@ -2,8 +2,9 @@
 // multiples of 8, unaligned strides. Right, not fast. A block takes one query row of one head; its warps take keys in turn, lanes the
 // columns.
 #include "cuda/common/element.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/single_score.cuh"
 #include "cuda/decode/launch.h"
+#include "cuda/tile/reduce.cuh"
 #include "problem/coords.h"
 #include "problem/softmax.h"
 
@@ -42,16 +43,9 @@ __global__ void __launch_bounds__(kWarps * 32) scalar_kernel(const __grid_consta
   Real out[kColumns] = {};
   for (int64_t key = span.first + warp; key < span.last; key += kWarps) {
     const int64_t entry = problem::entry_of(d.cache, batch, key), slot = problem::slot_of(d.cache, key);
-    Real score =
-        dot(query, static_cast<const T*>(p.key.data) + problem::offset(p.key, entry, kv_head, slot), p.head_dim, lane) *
-        Real(p.scale);
-    if (p.softcap > 0) score = Real(p.softcap) * tanh(score / Real(p.softcap));
-    if (p.alibi_slopes != nullptr) {
-      const int64_t distance = row + interval.diagonal - key;
-      score -=
-          static_cast<const Real*>(p.alibi_slopes)[batch * p.alibi_batch + head] * Real(distance < 0 ? -distance : distance);
-    }
-    score *= Softmax::kLog2e;
+    const Real product =
+        dot(query, static_cast<const T*>(p.key.data) + problem::offset(p.key, entry, kv_head, slot), p.head_dim, lane);
+    const Real score = common::single_score(p, batch, head, row + interval.diagonal, key, product).score * Softmax::kLog2e;
     const Real factor = state.fold_max(score), weight = Softmax::exp2(score - Softmax::reference(state.max));
     state.sum += weight;
     const T* value = static_cast<const T*>(p.value.data) + problem::offset(p.value, entry, kv_head, slot);

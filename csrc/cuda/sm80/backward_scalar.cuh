@@ -8,6 +8,7 @@
 // blockIdx.y: which kOutput columns of the gradients; S is recomputed for each.
 #pragma once
 #include "cuda/common/any_element.cuh"
+#include "cuda/common/single_score.cuh"
 #include "cuda/sm80/backward_block.cuh"
 
 namespace flash::sm80 {
@@ -237,17 +238,7 @@ class ScalarGradients {
       score = gradient = 0;
       return;
     }
-    Real x = score * static_cast<Real>(p_.scale), slope = 1;
-    if (p_.softcap > 0) {
-      const Real capped = tanh(x / static_cast<Real>(p_.softcap));
-      x = capped * static_cast<Real>(p_.softcap);
-      slope = 1 - capped * capped;
-    }
-    if (p_.alibi_slopes != nullptr) {
-      const int64_t distance = row + interval_.diagonal - key;
-      x -= static_cast<const Real*>(p_.alibi_slopes)[batch * p_.alibi_batch + head_] *
-           static_cast<Real>(distance < 0 ? -distance : distance);
-    }
+    auto [x, slope] = common::single_score(p_, batch, head_, row + interval_.diagonal, key, score);
     if (const problem::Mask& m = p_.mask; m.data != nullptr) {
       x = common::masked_score(x, Real(mask_value(m, batch * m.batch + head_ * m.head + row * m.row + key * m.key)), Real(1));
     }

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/single_score.cuh"
 #include "cuda/sm80/forward_block.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tiles.h"
@@ -27,13 +28,7 @@ struct ForwardFma {
                                                 int64_t key, Real dot) {
     const problem::Problem& p = call.problem;
     const int64_t batch = block.sequence.batch;
-    Real score = dot * Real(p.scale);
-    if (p.softcap > 0) score = Real(p.softcap) * tanh(score / Real(p.softcap));
-    if (p.alibi_slopes != nullptr) {
-      const int64_t distance = row + block.interval.diagonal - key;
-      score -= static_cast<const Real*>(p.alibi_slopes)[batch * p.alibi_batch + block.head] *
-               Real(distance < 0 ? -distance : distance);
-    }
+    Real score = common::single_score(p, batch, block.head, row + block.interval.diagonal, key, dot).score;
     if (p.mask.data != nullptr) {
       const int64_t at = batch * p.mask.batch + block.head * p.mask.head + row * p.mask.row + key * p.mask.key;
       score = common::masked_score(score, read_mask(p.mask, at), Real(1));
