@@ -13,6 +13,7 @@
 #include "op/backend.h"
 #include "op/check.h"
 #include "op/layout.h"
+#include "op/rows_first.h"
 
 namespace flash::op {
 namespace {
@@ -123,9 +124,8 @@ int64_t window_end(const OptSymInt& end) {
   return end.has_value() ? std::clamp(end->guard_int(__FILE__, __LINE__), -problem::kOpen, problem::kOpen) : problem::kOpen;
 }
 
-// With dimensions 1 and 2 swapped. Not through the dispatcher, which would cost the host a microsecond each: for kernels, below
-// autograd. What has another rank is left for the checks to report.
-Tensor swapped(const Tensor& t) {
+// swapped() for kernels, below autograd. Not through the dispatcher, which would cost the host a microsecond each.
+Tensor swapped_directly(const Tensor& t) {
   if (t.dim() != 4) return t;
   Tensor view =
       at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
@@ -136,8 +136,6 @@ Tensor swapped(const Tensor& t) {
                               std::array{strides[0], strides[2], strides[1], strides[3]});
   return view;
 }
-
-Tensor swapped_meta(const Tensor& t) { return t.dim() == 4 ? t.transpose(1, 2) : t; }
 
 // kernel(inputs with heads first) under inputs that have rows first.
 template <class Swap, class Kernel>
@@ -157,7 +155,7 @@ void append_rows_first(const AppendInputs& in, const Swap& swap, const Kernel& k
 }
 
 OutLse meta(const DecodeInputs& in, const DecodeOptions& options) {
-  if (options.rows_first) return decode_rows_first(in, options, swapped_meta, meta);
+  if (options.rows_first) return decode_rows_first(in, options, swapped, meta);
   check_decode(in, options);
   const auto q = in.query.sym_sizes();
   c10::SymDimVector out(q.begin(), q.end());
@@ -167,7 +165,7 @@ OutLse meta(const DecodeInputs& in, const DecodeOptions& options) {
 }
 
 void meta_append(const AppendInputs& in) {
-  if (in.rows_first) return append_rows_first(in, swapped_meta, meta_append);
+  if (in.rows_first) return append_rows_first(in, swapped, meta_append);
   check_append(in);
 }
 
@@ -250,7 +248,7 @@ void check_append(const AppendInputs& in) {
 
 OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOptions& options) {
   if (options.rows_first) {
-    return decode_rows_first(in, options, swapped,
+    return decode_rows_first(in, options, swapped_directly,
                              [&](const DecodeInputs& i, const DecodeOptions& o) { return decode(backend, i, o); });
   }
   check_decode(in, options);
@@ -310,7 +308,7 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
 }
 
 void append(const Backend& backend, const AppendInputs& in) {
-  if (in.rows_first) return append_rows_first(in, swapped, [&](const AppendInputs& i) { append(backend, i); });
+  if (in.rows_first) return append_rows_first(in, swapped_directly, [&](const AppendInputs& i) { append(backend, i); });
   check_append(in);
   if (in.key.numel() == 0 && in.value.numel() == 0) return;
   if (in.cache.key.size(0) == 0 || capacity(in.cache) == 0) return;

@@ -12,12 +12,6 @@
 namespace flash::op {
 namespace {
 
-Tensor swapped(const Tensor& t) {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below;  // where nothing is differentiated
-  if (!at::GradMode::is_enabled()) below.emplace();
-  return t.transpose(1, 2);
-}
-
 using Gradients3 = std::tuple<Tensor, Tensor, Tensor>;
 
 Gradients3 flat_rows_first_backward(const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& query, const Tensor& key,
@@ -39,6 +33,13 @@ Gradients3 meta(const Tensor&, const OptTensor&, const Tensor& query, const Tens
 }
 
 }  // namespace
+
+Tensor swapped(const Tensor& t) {
+  if (t.dim() != 4) return t;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;  // where nothing is differentiated
+  if (!at::GradMode::is_enabled()) below.emplace();
+  return t.transpose(1, 2);
+}
 
 OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
                   bool bottom_right, OptDouble scale, double softcap, bool heads_first_in, OptBool deterministic) {

@@ -4,6 +4,9 @@
 
 namespace flash::op {
 
+// A view with dimensions 1 and 2 swapped: heads before rows, or back. What has not four is left for the checks to report.
+Tensor swapped(const Tensor& t);
+
 // The kernel for every device; its arguments are those of the schema.
 OutLse rows_first(const Tensor& query, const Tensor& key, const Tensor& value, OptSymInt window_left, OptSymInt window_right,
                   bool bottom_right, OptDouble scale, double softcap, bool heads_first_in, OptBool deterministic);

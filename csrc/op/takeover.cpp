@@ -92,8 +92,6 @@ Packed packed_of(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const I
   return {cu_seqlens_q, cu_seqlens_k, max_q.toSymInt(), max_k.toSymInt()};
 }
 
-Tensor swapped(const IValue& value) { return value.toTensor().transpose(1, 2); }  // heads before rows, or back
-
 // _flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
 // window_size_left, window_size_right, seqused_k, alibi_slopes, ...): tensors [B, L, H, E], packed [total, H, E]. What follows in
 // newer releases is block_table, which is torch's, and num_splits, which is the kernels' own matter here.
@@ -104,9 +102,9 @@ bool flash_forward(Values in, Stack& results) {
   const Options options = options_of(in[8].toBool(), in[10], in[11], in[12]);
   const OptTensor slopes = in[14].toOptional<Tensor>();
   if (in[3].isNone()) {
-    const Tensor q = swapped(in[0]), k = swapped(in[1]), v = swapped(in[2]);
+    const Tensor q = swapped(query), k = swapped(in[1].toTensor()), v = swapped(in[2].toTensor());
     auto [out, lse] = call_forward({q, k, v, kNoTensor, slopes, kNoTensor, kNoTensor}, options);
-    torch::jit::push(results, out.transpose(1, 2), std::move(lse));
+    torch::jit::push(results, swapped(out), std::move(lse));
   } else {
     const Packed packed = packed_of(in[3].toTensor(), in[4].toTensor(), in[5], in[6]);
     auto [out, lse] =
