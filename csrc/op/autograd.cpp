@@ -167,12 +167,7 @@ OutLse differentiable(const Inputs& in, const Options& options, const Run& run, 
   node->set_next_edges(collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.sinks));
   node->save_inputs(in, options);
   initialise(*node);
-  auto [out, lse] = below();
-  set_history(out, node);
-  set_history(lse, node);
-  node->saved.result(out);
-  node->saved.result(lse);
-  return {std::move(out), std::move(lse)};
+  return keep_results(below(), node);
 }
 
 OutLse forward(const Inputs& in, const Options& options) {

@@ -62,12 +62,7 @@ OutLse merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
   node->set_next_edges(collect_next_edges(out_a, lse_a, out_b, lse_b));
   node->saved.reserve(6);
   for (const Tensor& t : {out_a, lse_a, out_b, lse_b}) node->saved.input(t);
-  auto [out, lse] = below();
-  set_history(out, node);
-  set_history(lse, node);
-  node->saved.result(out);
-  node->saved.result(lse);
-  return {std::move(out), std::move(lse)};
+  return keep_results(below(), node);
 }
 
 }  // namespace

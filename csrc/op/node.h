@@ -60,4 +60,15 @@ class SavedTensors {
   size_t first_result_ = ~size_t{0};  // results come last
 };
 
+// What a call under `node` gave becomes the node's: its history, and saved for backward.
+template <class Owner>
+OutLse keep_results(OutLse results, const Owner& node) {
+  auto& [out, lse] = results;
+  torch::autograd::set_history(out, node);
+  torch::autograd::set_history(lse, node);
+  node->saved.result(out);
+  node->saved.result(lse);
+  return results;
+}
+
 }  // namespace flash::op
