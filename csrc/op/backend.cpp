@@ -40,8 +40,6 @@ Array array_to_write(const Tensor& t) {
   return a;
 }
 
-bool is_read_in_place(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
-
 // What kernels can read: at least one element, last dimension dense. Copies only where it is not.
 Tensor readable(const Tensor& t) {
   if (t.numel() == 0) {  // one row of zeros, seen everywhere
@@ -50,12 +48,6 @@ Tensor readable(const Tensor& t) {
     return at::zeros({sizes.back()}, t.options()).expand(sizes);
   }
   return is_read_in_place(t) ? t : t.contiguous();
-}
-
-Tensor accumulated(const OptTensor& t, const Tensor& query) { return t->to(accumulate_type(query)).contiguous(); }
-
-int64_t window_end(const OptSymInt& end) {
-  return end.has_value() ? std::clamp(end->guard_int(__FILE__, __LINE__), -kOpen, kOpen) : kOpen;
 }
 
 struct Sizes {
@@ -185,6 +177,14 @@ DType dtype_of(const Tensor& t) {
 Array array_of(const Tensor& t) {
   if (t.dim() == 3) return {data_of(t), 0, stride_of(t, 1), stride_of(t, 0)};
   return {data_of(t), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
+}
+
+bool is_read_in_place(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+Tensor accumulated(const OptTensor& t, const Tensor& query) { return t->to(accumulate_type(query)).contiguous(); }
+
+int64_t window_end(const OptSymInt& end) {
+  return end.has_value() ? std::clamp(end->guard_int(__FILE__, __LINE__), -kOpen, kOpen) : kOpen;
 }
 
 problem::Choice choice_of_environment() {

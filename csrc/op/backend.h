@@ -47,6 +47,13 @@ problem::DType dtype_of(const Tensor& tensor);  // kNone: not one of ours
 
 // [batch, heads, rows, dim] or packed [total, heads, dim], to be read.
 problem::Array array_of(const Tensor& tensor);
+bool is_read_in_place(const Tensor& tensor);  // the last dimension is dense
+
+// Slopes or sinks, which are there, as kernels read them.
+Tensor accumulated(const OptTensor& tensor, const Tensor& query);
+
+// An end of a window; none is open.
+int64_t window_end(const OptSymInt& end);
 
 // out = 0, lse = -inf: what rows hold that see no key.
 void clear_results(const Tensor& out, const Tensor& lse);
