@@ -3,6 +3,7 @@
 #include "cuda/common/attributes.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.cuh"
+#include "cuda/sm90/backward_rows.cuh"
 
 namespace flash::sm90 {
 

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/sm90/backward_prepare.cuh"
-#include "cuda/sm90/backward_rows.cuh"
+#include "cuda/sm90/backward_rows_config.cuh"
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/tiles.h"
 

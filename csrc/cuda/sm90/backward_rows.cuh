@@ -4,136 +4,19 @@
 // Products under way while a warpgroup does arithmetic:
 //   issue  S(j-1) | dP(j-1) | dQ += dS(j) K    wait S: P under dP;    wait dP: dS under dQ;    wait dQ, pack dS
 #pragma once
-#include "cuda/ptx/launch.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/backward_rows_config.cuh"
+#include "cuda/sm90/backward_rows_producer.cuh"
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
-#include "cuda/sm90/forward_work.cuh"
 #include "cuda/sm90/key_walk.cuh"
 #include "cuda/sm90/panels.cuh"
 #include "cuda/sm90/ring.cuh"
-#include "cuda/sm90/tiles.h"
 
 namespace flash::sm90 {
-
-// out is the map of dq; lse is read.
-struct RowArguments : ForwardArguments {
-  CUtensorMap gradient;  // of the box [rows, 64]
-  const float* delta;    // laid out as lse
-  float scale;           // of dq
-  bool after_keys;       // whether the kernel before is that of dK and dV, which gives nothing that is read here
-};
-
-template <class T_, int kVariant>
-struct RowConfig {
-  using T = T_;
-  static constexpr RowGradientTile kTile = kRowGradientTiles[kVariant];
-  static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
-  static constexpr int kGroups = kTile.warpgroups, kRows = rows_of(kTile), kKeys = kTile.keys;
-  static constexpr int kKeyStages = kTile.stages, kValueStages = kTile.values, kSlots = 2, kThreads = 128 * (kGroups + 1);
-  static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
-  static constexpr uint32_t kRowBytes = kRows * kDim * 2, kRowPanel = kRows * 128;
-  static constexpr uint32_t kKeyBytes = kKeys * kDim * 2, kKeyPanel = kKeys * 128;
-  static constexpr uint32_t kQueryAt = 0;
-  static constexpr uint32_t kGradientAt = kRowBytes;
-  static constexpr uint32_t kKeyAt = 2 * kRowBytes;
-  static constexpr uint32_t kValueAt = kKeyAt + kKeyStages * kKeyBytes;
-  static constexpr uint32_t kWorkBytes = 64;
-  static constexpr uint32_t kWorkAt = kValueAt + kValueStages * kKeyBytes;
-  static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
-  static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 + 2 * (kKeyStages + kValueStages + kSlots));
-  static_assert(kSharedBytes <= 232448);
-};
-
-// Full: 1 arrival (the producer) and its bytes. Empty: 1 arrival per consumer warp, of tiles per thread (see BackwardBarriers).
-template <class C>
-struct RowBarriers {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t rows_full() const { return base; }
-  __device__ __forceinline__ uint32_t rows_empty() const { return base + 8; }
-  __device__ __forceinline__ uint32_t key_full(int i) const { return base + 16 + 8 * i; }
-  __device__ __forceinline__ uint32_t key_empty(int i) const { return key_full(C::kKeyStages + i); }
-  __device__ __forceinline__ uint32_t value_full(int i) const { return key_full(2 * C::kKeyStages + i); }
-  __device__ __forceinline__ uint32_t value_empty(int i) const { return value_full(C::kValueStages + i); }
-  __device__ __forceinline__ uint32_t work_full(int i) const { return value_full(2 * C::kValueStages + i); }
-  __device__ __forceinline__ uint32_t work_empty(int i) const { return work_full(C::kSlots + i); }
-
-  __device__ __forceinline__ void init() const {
-    constexpr int kWarps = 4 * C::kGroups;
-    ptx::init_barrier(rows_full(), 1), ptx::init_barrier(rows_empty(), kWarps);
-    for (int i = 0; i < C::kKeyStages; ++i) ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
-    for (int i = 0; i < C::kValueStages; ++i) ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps);
-    ptx::fence_barrier_init();
-  }
-};
-
-template <class C>
-struct RowProducer {
-  const RowArguments& p;
-  uint32_t base;
-  RowBarriers<C> barriers;
-  Ring<C::kKeyStages> key;
-  Ring<C::kValueStages> value;
-  Ring<C::kSlots> slot;
-  Ring<1> rows;
-
-  template <uint32_t kPanelBytes>
-  __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int head, int sequence) {
-    const int wrap = p.cu_seqlens_q != nullptr ? kWrap : 0;
-    load_panels<C::kPanels>(to, kPanelBytes, map, full, row, head, sequence, wrap);
-  }
-
-  __device__ __forceinline__ void feed(Slot tile) {
-    const uint4 place = ptx::load_shared_16(tile.place()), sequence = ptx::load_shared_16(tile.sequence()),
-                source = ptx::load_shared_16(tile.source());
-    const int head = static_cast<int>(place.y), row = static_cast<int>(sequence.z + place.x);
-    ptx::wait(barriers.rows_empty(), rows.parity ^ 1);
-    ptx::arrive_expecting(barriers.rows_full(), 2 * C::kRowBytes);
-    load<C::kRowPanel>(base + C::kQueryAt, &p.query, barriers.rows_full(), row, head, static_cast<int>(sequence.w));
-    load<C::kRowPanel>(base + C::kGradientAt, &p.gradient, barriers.rows_full(), row, head, static_cast<int>(sequence.w));
-    rows.next();
-    const int first = static_cast<int>(place.z);
-#pragma unroll 1
-    for (int block = static_cast<int>(place.w); block >= first; --block) {
-      const int from = static_cast<int>(source.y) + block * C::kKeys, kv_head = static_cast<int>(source.x);
-      ptx::wait(barriers.key_empty(key.stage), key.parity ^ 1);
-      ptx::arrive_expecting(barriers.key_full(key.stage), C::kKeyBytes);
-      load<C::kKeyPanel>(base + C::kKeyAt + key.stage * C::kKeyBytes, &p.key, barriers.key_full(key.stage), from, kv_head,
-                         static_cast<int>(source.z));
-      key.next();
-      ptx::wait(barriers.value_empty(value.stage), value.parity ^ 1);
-      ptx::arrive_expecting(barriers.value_full(value.stage), C::kKeyBytes);
-      load<C::kKeyPanel>(base + C::kValueAt + value.stage * C::kKeyBytes, &p.value, barriers.value_full(value.stage), from,
-                         kv_head, static_cast<int>(source.z));
-      value.next();
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    int claimed = -1;
-    if (!p.after_keys) ptx::wait_kernel_before();
-    while (true) {
-      const Slot to{base + C::kWorkAt + C::kWorkBytes * slot.stage};
-      ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-      do {
-        claimed = claimed < 0 ? blockIdx.x : static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x;
-      } while (claimed < p.tiles && !decode<C::kRows, C::kKeys>(p, claimed, to));
-      ptx::store_shared(to.kind(), static_cast<uint32_t>(claimed < p.tiles ? Kind::kTile : Kind::kEnd));
-      ptx::arrive(barriers.work_full(slot.stage));
-      slot.next();
-      if (claimed >= p.tiles) break;
-      feed(to);
-    }
-    ptx::wait_kernel_before();  // what follows this kernel finds all gradients
-    __threadfence();
-    if (atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = p.counter[1] = 0;
-  }
-};
 
 template <class C>
 struct RowGradients {

@@ -75,13 +75,8 @@ FLASH_TILE int row_block_chunk(int lane) { return lane >> 4; }
 FLASH_TILE int column_block_row(int lane) { return (lane & 7) + ((lane >> 4) << 3); }
 FLASH_TILE int column_block_chunk(int lane) { return (lane >> 3) & 1; }
 
-// Register tiles of a warp. Element [i][j][e] of an accumulator lies at
-// line 16 i + 8 (e / 2) + lane / 4, column 8 j + 2 (lane % 4) + e % 2.
-template <int kLines, int kColumns>
-using Accumulator = float[kLines / 16][kColumns / 8][4];
-template <int kLines, int kColumns>
-using OperandA = uint32_t[kLines / 16][kColumns / 16][4];  // 16-bit pairs: an accumulator packed, [line block][k16 step]
-
+// Register tiles of a warp, float[lines / 16][columns / 8][4]. Element [i][j][e] of an accumulator lies at
+// line 16 i + 8 (e / 2) + lane / 4, column 8 j + 2 (lane % 4) + e % 2. As an A operand of 16-bit pairs: uint32_t[line block][k16 step][4].
 FLASH_TILE int lane_line(int lane) { return lane >> 2; }
 FLASH_TILE int lane_column(int lane) { return (lane & 3) * 2; }
 
