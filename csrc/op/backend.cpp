@@ -29,9 +29,8 @@ using problem::Problem;
 
 int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
-void* data_of(const Tensor& t) {
-  return const_cast<void*>(t.const_data_ptr());
-}  // reads only: keeps copy-on-write tensors shared
+// To be read only: keeps copy-on-write tensors shared.
+void* data_of(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 
 Array array_to_write(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};  // not wanted

@@ -82,20 +82,17 @@ struct BackwardBarriers {
 
   __device__ __forceinline__ void init(bool cleans) const {
     constexpr int kWarps = 4, kMain = 4 * C::kGroups;
-    for (int i = 0; i < C::kQueries; ++i) ptx::init_barrier(query_full(i), 1), ptx::init_barrier(query_empty(i), kMain);
-    for (int i = 0; i < C::kGradients; ++i) ptx::init_barrier(gradient_full(i), 1), ptx::init_barrier(gradient_empty(i), kMain);
+    for (int i = 0; i < C::kQueries; ++i) init_stage(query_full(i), 1, query_empty(i), kMain);
+    for (int i = 0; i < C::kGradients; ++i) init_stage(gradient_full(i), 1, gradient_empty(i), kMain);
     for (int i = 0; i < C::kKeyStages; ++i)
-      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
-    for (int i = 0; i < C::kScores; ++i)
-      ptx::init_barrier(score_full(i), C::kWide ? kWarps : kMain), ptx::init_barrier(score_empty(i), kWarps);
+      init_stage(key_full(i), 1, key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
+    for (int i = 0; i < C::kScores; ++i) init_stage(score_full(i), C::kWide ? kWarps : kMain, score_empty(i), kWarps);
     for (int i = 0; i < C::kSlots; ++i) {
-      ptx::init_barrier(work_full(i), 1),
-          ptx::init_barrier(work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0));
+      init_stage(work_full(i), 1, work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0));
       ptx::init_barrier(cleared(i), 1);
     }
-    for (int i = 0; i < C::kValueStages; ++i)
-      ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), C::kWide ? kWarps : kMain);
-    ptx::init_barrier(weight_full(), 32 * kWarps), ptx::init_barrier(weight_empty(), 32 * kWarps);
+    for (int i = 0; i < C::kValueStages; ++i) init_stage(value_full(i), 1, value_empty(i), C::kWide ? kWarps : kMain);
+    init_stage(weight_full(), 32 * kWarps, weight_empty(), 32 * kWarps);
     ptx::fence_barrier_init();
   }
 };

@@ -5,6 +5,7 @@
 
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/ring.cuh"
 #include "cuda/sm90/tiles.h"
 
 namespace flash::sm90 {
@@ -53,10 +54,10 @@ struct RowBarriers {
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * C::kGroups;
-    ptx::init_barrier(rows_full(), 1), ptx::init_barrier(rows_empty(), kWarps);
-    for (int i = 0; i < C::kKeyStages; ++i) ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
-    for (int i = 0; i < C::kValueStages; ++i) ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps);
+    init_stage(rows_full(), 1, rows_empty(), kWarps);
+    for (int i = 0; i < C::kKeyStages; ++i) init_stage(key_full(i), 1, key_empty(i), kWarps);
+    for (int i = 0; i < C::kValueStages; ++i) init_stage(value_full(i), 1, value_empty(i), kWarps);
+    for (int i = 0; i < C::kSlots; ++i) init_stage(work_full(i), 1, work_empty(i), 32 * kWarps);
     ptx::fence_barrier_init();
   }
 };

@@ -84,11 +84,14 @@ __device__ __forceinline__ Place place_of(const BackwardArguments& p, int index)
 // A tile as the producer announces it, in a slot of shared memory: 64 bytes.
 struct BackwardSlot {
   uint32_t at;
-  __device__ __forceinline__ uint32_t place() const { return at; }          // first key, kv head, first and last block of rows
-  __device__ __forceinline__ uint32_t sequence() const { return at + 16; }  // rows, keys; key 0 in the maps: row, sequence
-  __device__ __forceinline__ uint32_t source() const { return at + 32; }    // row 0 in the maps: row, sequence; first block of
-                                                                            // statistics and of dquery, of head 0
-  __device__ __forceinline__ uint32_t index() const { return at + 48; }     // whether there is a tile; else the work is done
+  // First key, kv head, first and last block of rows.
+  __device__ __forceinline__ uint32_t place() const { return at; }
+  // Rows, keys; key 0 in the maps: row, sequence.
+  __device__ __forceinline__ uint32_t sequence() const { return at + 16; }
+  // Row 0 in the maps: row, sequence; first block of statistics and of dquery, of head 0.
+  __device__ __forceinline__ uint32_t source() const { return at + 32; }
+  // Whether there is a tile; else the work is done.
+  __device__ __forceinline__ uint32_t index() const { return at + 48; }
 };
 
 // Describes tile `index` in `slot`; false if the index is idle (packed sequences leave gaps).

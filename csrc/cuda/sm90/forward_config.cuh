@@ -64,13 +64,12 @@ struct Barriers {
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * C::kGroups;
-    for (int i = 0; i < C::kQueries * C::kParts; ++i)
-      ptx::init_barrier(query_full(0, i), 1), ptx::init_barrier(query_empty(0, i), kWarps / C::kParts);
+    for (int i = 0; i < C::kQueries * C::kParts; ++i) init_stage(query_full(0, i), 1, query_empty(0, i), kWarps / C::kParts);
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::init_barrier(key_full(i), 1), ptx::init_barrier(key_empty(i), kWarps);
-      ptx::init_barrier(value_full(i), 1), ptx::init_barrier(value_empty(i), kWarps);
+      init_stage(key_full(i), 1, key_empty(i), kWarps);
+      init_stage(value_full(i), 1, value_empty(i), kWarps);
     }
-    for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(work_full(i), 1), ptx::init_barrier(work_empty(i), 32 * kWarps + 1);
+    for (int i = 0; i < C::kSlots; ++i) init_stage(work_full(i), 1, work_empty(i), 32 * kWarps + 1);
     ptx::init_barrier(asked(), 1);
     ptx::init_barrier(drained(), 32 * kWarps);
     ptx::fence_barrier_init();

@@ -53,18 +53,18 @@ enum class Kind : int { kTile, kDrain, kEnd, kPass };
 // newest first; last >= first always.
 struct Slot {
   uint32_t at;
-  __device__ __forceinline__ uint32_t place() const { return at; }  // row (first of the tile), head, first, last
-  __device__ __forceinline__ uint32_t sequence() const {
-    return at + 16;
-  }  // rows, keys; row 0 of the sequence in out's map: row, sequence
-  __device__ __forceinline__ uint32_t fate() const {
-    return at + 32;
-  }  // whether sums overflowed, Kind, whether to follow every maximum, sink (bits of a float)
-  __device__ __forceinline__ uint32_t source() const {
-    return at + 48;
-  }  // kv head; row 0 of the keys in the maps: row, sequence, wrap
+  // Row (first of the tile), head, first, last.
+  __device__ __forceinline__ uint32_t place() const { return at; }
+  // Rows, keys; row 0 of the sequence in out's map: row, sequence.
+  __device__ __forceinline__ uint32_t sequence() const { return at + 16; }
+  // Whether sums overflowed, Kind, whether to follow every maximum, sink (bits of a float).
+  __device__ __forceinline__ uint32_t fate() const { return at + 32; }
+  // Kv head; row 0 of the keys in the maps: row, sequence, wrap.
+  __device__ __forceinline__ uint32_t source() const { return at + 48; }
   // One word per warpgroup of the forward: its Kind, and times 4 the newest blocks of which it sees nothing.
   __device__ __forceinline__ uint32_t order(int group) const { return at + 64 + 4 * group; }
+
+  // Single words of these.
   __device__ __forceinline__ uint32_t row() const { return at; }
   __device__ __forceinline__ uint32_t head() const { return at + 4; }
   __device__ __forceinline__ uint32_t last() const { return at + 12; }
