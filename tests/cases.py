@@ -12,8 +12,32 @@ from torch import Tensor
 SIZES = (1, 7, 16, 17, 63, 64, 65, 127, 129, 200)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Modifiers:
+    """What a dense and a packed call have in common beside sizes."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    softcap: float = 0.0
+    alibi: str = ""  # "", "H" or "BH"
+    sinks: bool = False
+    dropout_p: float = 0.0
+
+    @property
+    def options(self) -> dict:
+        """The keyword options of torch.ops.flash.attention_forward and attention_varlen_forward."""
+        return {
+            "window_left": self.left,
+            "window_right": self.right,
+            "bottom_right": self.bottom_right,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+        }
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Modifiers):
     """One dense call. `mask` is e.g. "float:1HLS": dtype kind (float, same, bool), then the sizes, 1 = broadcast."""
 
     name: str
@@ -24,30 +48,15 @@ class Case:
     keys: int | None = None  # None: as rows
     head_dim: int = 64
     value_dim: int | None = None  # None: as head_dim
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
     scale: float | None = None
-    softcap: float = 0.0
-    alibi: str = ""  # "", "H" or "BH"
-    sinks: bool = False
     mask: str = ""
-    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def options(self) -> dict:
-        """The keyword options of torch.ops.flash.attention_forward."""
-        return {
-            "window_left": self.left,
-            "window_right": self.right,
-            "bottom_right": self.bottom_right,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-        }
+        return super().options | {"scale": self.scale}
 
     def with_(self, **changes) -> Case:
         return dataclasses.replace(self, **changes)
@@ -201,7 +210,7 @@ DENSE = LENGTHS + HEAD_DIMS + GROUPED + INTERVALS + MASKS + MODIFIERS + COMBINED
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Modifiers):
     """One call over packed sequences."""
 
     name: str
@@ -212,27 +221,10 @@ class Packed:
     head_dim: int = 32
     value_dim: int | None = None
     tail: int = 0  # rows and keys past the last sequence, filled with NaN by the tests
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = True
-    softcap: float = 0.0
-    alibi: str = ""
-    sinks: bool = False
-    dropout_p: float = 0.0
+    bottom_right: bool = dataclasses.field(default=True, kw_only=True)
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def options(self) -> dict:
-        """The keyword options of torch.ops.flash.attention_varlen_forward."""
-        return {
-            "window_left": self.left,
-            "window_right": self.right,
-            "bottom_right": self.bottom_right,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-        }
 
 
 PACKED = [
