@@ -14,8 +14,8 @@ from compare import (
     check,
     compare,
     dtype_name,
+    is_refused,
     poisoned,
-    refused_on,
     run_flash,
     run_reference,
     tensors_of,
@@ -27,9 +27,7 @@ from compare import (
 def test_case(case: Case, dtype: torch.dtype, device: str):
     """Every second case also sends a gradient into lse."""
     inputs = make_inputs(case, dtype, device)
-    if refused_on(device, case):
-        with pytest.raises(RuntimeError, match="the CUDA kernels take at most 512"):
-            run_flash(case, inputs, gradients=False)
+    if is_refused(case, inputs):
         return
     ours = check(case, inputs, gradients=True, grad_lse=DENSE.index(case) % 2 == 0)
     for name, tensor in tensors_of(inputs).items():
