@@ -2,13 +2,14 @@
 
 import datetime
 import functools
-import platform
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from flash_attn_ext.__main__ import processor
 
 _CLOCKS_MAX_AGE = 20.0  # seconds; asking nvidia-smi takes some tenths of one
 
@@ -36,14 +37,6 @@ class _Clocks:
 
 
 _clocks = _Clocks()
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 @functools.cache

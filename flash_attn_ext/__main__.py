@@ -49,7 +49,7 @@ def environment() -> Iterator[tuple[str, str]]:
     )
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, cuDNN {torch.backends.cudnn.version() or 'none'}"
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    yield "CPU", f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield "CPU", f"{processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         yield f"GPU {index}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
@@ -57,7 +57,7 @@ def environment() -> Iterator[tuple[str, str]]:
         yield "GPU", reason
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
