@@ -9,6 +9,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm80/forward_block.cuh"
+#include "cuda/sm80/forward_score.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/store.cuh"
@@ -101,17 +102,12 @@ struct Forward {
   // One tile with every feature. more: another one follows.
   __device__ __forceinline__ void exact(uint32_t key_tile, uint32_t value_tile, int64_t first_key, bool partial, bool more,
                                         const problem::Dropout& dropout) {
-    const problem::Problem& p = call.problem;
 #pragma unroll 1
     for (int first = 0; first < kKeys; first += kExact) {
       float rScore[kBlocks][kExact / 8][4];  // [rows, keys]
       const common::Place at(block.row, first_key + first, first_row, 0, lane);
       scores(rScore, key_tile, first);
-      float log2_scale = call.modifiers.scale * common::kLog2e;
-      if constexpr (!kPlain)
-        if (call.modifiers.flags & common::kChangesScore)
-          log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                         block.interval, at, mask);
+      const float log2_scale = modify<kPlain>(rScore, call, block, at, mask);
       if constexpr (!kPlain) {  // of the next pass: travels under the rest of this one
         const bool inside = first + kExact < kKeys;
         if (inside || more) read_mask(inside ? first_key + first + kExact : first_key - kKeys);
@@ -119,9 +115,7 @@ struct Forward {
       if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
       rows.fold_max(rScore, log2_scale, rOut);
       rows.exponentiate(rScore, log2_scale);
-      if constexpr (!kPlain)
-        if (call.modifiers.flags & common::kDropout)
-          common::drop<false>(rScore, dropout, block.batch * p.heads + block.head, at, lane);
+      drop<kPlain>(rScore, call, block, dropout, at, lane);
       accumulate(rScore, value_tile, first);
     }
   }

@@ -8,6 +8,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/row_state.cuh"
 #include "cuda/sm80/forward_block.cuh"
+#include "cuda/sm80/forward_score.cuh"
 #include "cuda/tile/multiply_tf32.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tiles.h"
@@ -80,17 +81,12 @@ struct ForwardTf32 {
   // Scores of a tile to probabilities, with every feature.
   __device__ __forceinline__ void exact(float (&rScore)[kBlocks][kKeys / 8][4], int64_t first_key, bool partial,
                                         const problem::Dropout& dropout) {
-    const problem::Problem& p = call.problem;
     const common::Place at(block.row, first_key, first_row, 0, lane);
-    float log2_scale = call.modifiers.scale * common::kLog2e;
-    if (call.modifiers.flags & common::kChangesScore)
-      log2_scale = common::modify<float>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                         block.interval, at, common::MaskAhead<float, kBlocks, kKeys / 8>());
+    const float log2_scale = modify<false>(rScore, call, block, at, common::MaskAhead<float, kBlocks, kKeys / 8>());
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     rows.fold_max(rScore, log2_scale, rOut);
     rows.exponentiate(rScore, log2_scale);
-    if (call.modifiers.flags & common::kDropout)
-      common::drop<false>(rScore, dropout, block.batch * p.heads + block.head, at, lane);
+    drop<false>(rScore, call, block, dropout, at, lane);
   }
 
   // Normalised rows to global memory, straight from the registers: a lane holds four neighbouring columns.

@@ -8,6 +8,7 @@
 #include "cuda/common/row_state.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/sm80/forward_block.cuh"
+#include "cuda/sm80/forward_score.cuh"
 #include "cuda/tile/multiply.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/store.cuh"
@@ -125,19 +126,12 @@ struct ForwardWide {
   // Own scores of a tile to probabilities, with every feature.
   __device__ __forceinline__ void exact(float (&rScore)[kBlocks][kOwnKeys / 8][4], int64_t first_key, bool partial,
                                         const problem::Dropout& dropout, const Mask& mask) {
-    const problem::Problem& p = call.problem;
     const common::Place at = place(first_key);
-    float log2_scale = call.modifiers.scale * common::kLog2e;
-    if constexpr (!kPlain)
-      if (call.modifiers.flags & common::kChangesScore)
-        log2_scale = common::modify<T>(rScore, p, call.modifiers, block.sequence.batch, block.head, block.sequence.rows,
-                                       block.interval, at, mask);
+    const float log2_scale = modify<kPlain>(rScore, call, block, at, mask);
     if (partial) common::hide<false>(rScore, block.interval, block.sequence.rows, at);
     fold_max(rScore, log2_scale);
     rows.exponentiate(rScore, log2_scale);
-    if constexpr (!kPlain)
-      if (call.modifiers.flags & common::kDropout)
-        common::drop<false>(rScore, dropout, block.batch * p.heads + block.head, at, lane);
+    drop<kPlain>(rScore, call, block, dropout, at, lane);
   }
 
   // Own scores of a FULL tile to probabilities under the kept reference.
