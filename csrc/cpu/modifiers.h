@@ -123,10 +123,6 @@ FLASH_INLINE void each_vector(int vectors, int64_t keys, Real* tile, int64_t str
   }
 }
 
-// Finite masks below this, such as -FLT_MAX, count as this much and the score beside them is dropped, as it is in an fp32 sum: in log2
-// units they would overflow to -inf, and lse keeps the digits that backward needs.
-constexpr double kMaskFloor = -1e5;
-
 // Scores become final, -inf where masked. slope (or null) takes the derivative of softcap, [key][kGroup].
 template <class Real>
 FLASH_STAGE void adjust(const Rules<Real>& rules, const Group<Real>& g, const Bounds<Real>& bounds, const Real* bias,
@@ -152,7 +148,7 @@ FLASH_STAGE void adjust(const Rules<Real>& rules, const Group<Real>& g, const Bo
       };
     });
   if (bias) {
-    const V floor = set(static_cast<Real>(kMaskFloor));
+    const V floor = set(static_cast<Real>(problem::kMaskFloor));
     each_vector(g.vectors, keys, tile, stride, [&](int at) {
       return [=](V x, int64_t j) {
         const V add = load(bias + j * kGroup<Real> + at);

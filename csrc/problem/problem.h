@@ -26,6 +26,11 @@ struct Mask {
   int64_t batch = 0, head = 0, row = 0, key = 0;
 };
 
+// Finite masks below this, such as -FLT_MAX, count as this much and the score beside them is dropped, as it is in an fp32 sum: in log2
+// units they would overflow to -inf. Beside a key that is not masked nothing changes. Where all keys of a row are masked so, lse keeps
+// the digits that backward and the sum of split keys need.
+inline constexpr double kMaskFloor = -1e5;
+
 // An end of the window that is not bounded. Far from overflow when rows and diagonals are added to it.
 inline constexpr int64_t kOpen = int64_t{1} << 60;
 

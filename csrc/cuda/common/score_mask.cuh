@@ -141,15 +141,10 @@ __device__ __forceinline__ void read_mask(float (&v)[kI][kJ][4], const void* dat
   }
 }
 
-// Finite masks below this, such as -FLT_MAX, count as this much and the score beside them is dropped, as it is in an fp32 sum: in log2
-// units they would overflow to -inf. Beside a key that is not masked nothing changes. Where all keys of a row are masked so, lse keeps
-// the digits that backward and the sum of split keys need.
-inline constexpr float kMaskFloor = -1e5f;
-
 // -inf hides a key whatever its score, NaN too; a NaN in the mask stays. unit: score units per natural unit.
 template <class Real>
 __device__ __forceinline__ Real masked_score(Real score, Real mask, Real unit) {
-  const Real sum = mask < Real(kMaskFloor) ? unit * Real(kMaskFloor) : unit * mask + score;
+  const Real floor = Real(problem::kMaskFloor), sum = mask < floor ? unit * floor : unit * mask + score;
   return mask == -Real(INFINITY) ? -Real(INFINITY) : sum;
 }
 
