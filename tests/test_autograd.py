@@ -1,4 +1,4 @@
-"""The autograd node: derivatives of every argument to second order, hooks, checkpoints, threads, copies (cases.md A13)."""
+"""The autograd node: derivatives of every argument to second order, hooks, checkpoints, threads, copies."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_gradient_flows_on_through_other_operators(device: str):
 @pytest.mark.parametrize("alignment", [False, True], ids=["top-left", "bottom-right"])
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 257, 1000])
 def test_every_pair_of_lengths_causal(rows: int, alignment: bool, device: str):
-    """Block skipping on both sides of the diagonal, wherever it crosses the blocks (cases.md K8)."""
+    """Block skipping on both sides of the diagonal, wherever it crosses the blocks."""
     for keys in (1, 63, 64, 65, 127, 128, 129, 257, 1000):
         case = Case("", batch=1, heads=1, rows=rows, keys=keys, head_dim=16, right=0, bottom_right=alignment)
         try:

@@ -1,4 +1,4 @@
-"""Sizes around 2^31 elements and 65535 blocks (cases.md A5). Each test says what it needs and skips where that is not free."""
+"""Sizes around 2^31 elements and 65535 blocks. Each test says what it needs and skips where that is not free."""
 
 from __future__ import annotations
 

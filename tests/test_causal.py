@@ -1,4 +1,4 @@
-"""Causal alignment and windows: who sees whom, for every L and S (cases.md A2, U4, U6)."""
+"""Causal alignment and windows: who sees whom, for every L and S."""
 
 from __future__ import annotations
 

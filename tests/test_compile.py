@@ -1,4 +1,4 @@
-"""torch.compile: one graph, one or two compilations for all lengths, right gradients (cases.md A14)."""
+"""torch.compile: one graph, one or two compilations for all lengths, right gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs, streams and devices (cases.md A15)."""
+"""CUDA graphs, streams and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits that must not depend on threads, repetition, or what else is in the batch (cases.md A12, A18)."""
+"""Bits that must not depend on threads, repetition, or what else is in the batch."""
 
 from __future__ import annotations
 

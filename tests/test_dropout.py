@@ -1,4 +1,4 @@
-"""Dropout: which elements go, that both directions agree on them, and that only the seed decides (cases.md A11)."""
+"""Dropout: which elements go, that both directions agree on them, and that only the seed decides."""
 
 from __future__ import annotations
 

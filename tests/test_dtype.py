@@ -1,4 +1,4 @@
-"""Dtypes, autocast, devices (cases.md A9)."""
+"""Dtypes, autocast, devices."""
 
 from __future__ import annotations
 

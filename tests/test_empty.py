@@ -1,4 +1,4 @@
-"""Tensors without elements (cases.md A7), forward and backward, and never a division by their size."""
+"""Tensors without elements, forward and backward, and never a division by their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.export and ahead-of-time packages (cases.md T4, T8)."""
+"""torch.export and ahead-of-time packages."""
 
 from __future__ import annotations
 

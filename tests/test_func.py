@@ -1,4 +1,4 @@
-"""torch.func: grad, vjp, vmap and their compositions, with a batching rule instead of a loop (cases.md A13)."""
+"""torch.func: grad, vjp, vmap and their compositions, with a batching rule instead of a loop."""
 
 from __future__ import annotations
 

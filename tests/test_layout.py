@@ -1,4 +1,4 @@
-"""Strides, memory order, alignment (cases.md A3): results depend on values only, and outputs keep the inputs' order."""
+"""Strides, memory order, alignment: results depend on values only, and outputs keep the inputs' order."""
 
 from __future__ import annotations
 

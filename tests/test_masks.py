@@ -1,4 +1,4 @@
-"""attn_mask: every broadcast shape, dtype and stride, its gradient, and what it must not do (cases.md A10)."""
+"""attn_mask: every broadcast shape, dtype and stride, its gradient, and what it must not do."""
 
 from __future__ import annotations
 

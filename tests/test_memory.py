@@ -1,4 +1,4 @@
-"""Memory grows linearly with the sequence, for every feature (cases.md A16).
+"""Memory grows linearly with the sequence, for every feature.
 
 On the CPU a child process measures how far its resident set rises above what it held before the call; on the GPU the caching
 allocator is asked. The scores of these calls would take hundreds of MiB if anyone stored them.

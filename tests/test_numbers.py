@@ -1,4 +1,4 @@
-"""NaN, infinities and extreme values (cases.md A1)."""
+"""NaN, infinities and extreme values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""opcheck: schema, autograd registration, fake kernels with their strides, AOT with dynamic shapes (cases.md T1, T7)."""
+"""opcheck: schema, autograd registration, fake kernels with their strides, AOT with dynamic shapes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_signature_is_sdpas():
         ((4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)),  # ranks differ: batch dimensions broadcast as in matmul
         ((4, 4, 3, 8), (6, 8), (6, 8)),
         ((3, 8), (2, 4, 6, 8), (2, 4, 6, 8)),
-        ((2, 8, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8)),  # one head for all, without enable_gqa (cases.md H10)
+        ((2, 8, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8)),  # one head for all, without enable_gqa
         ((2, 1, 16, 8), (2, 8, 16, 8), (2, 8, 16, 8)),
         ((1, 3, 5, 8), (4, 3, 7, 8), (4, 3, 7, 8)),
         ((4, 3, 5, 8), (1, 3, 7, 8), (4, 3, 7, 8)),
@@ -209,7 +209,7 @@ def test_shapes_that_do_not_fit(name: str, query, key, value, options: dict, wor
 
 
 def test_one_error_lists_every_reason():
-    """Three things are wrong; one exception names all of them (architecture.md 6)."""
+    """Three things are wrong; one exception names all of them."""
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 9), torch.randn(2, 4, 7, 9)
     with pytest.raises(RuntimeError) as error:
         torch.ops.flash.attention_forward(query, key, value, softcap=-1.0)

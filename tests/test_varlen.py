@@ -1,4 +1,4 @@
-"""Packed sequences against one dense call per sequence (cases.md A8)."""
+"""Packed sequences against one dense call per sequence."""
 
 from __future__ import annotations
 
