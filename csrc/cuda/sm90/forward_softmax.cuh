@@ -76,7 +76,7 @@ struct Rows {
     return true;
   }
 
-  // What the exponent subtracts: finite even for rows that saw nothing (problem/softmax.h), unless kSeen says that all have.
+  // What the exponent subtracts: finite even for rows that saw nothing (problem/softmax.h); without kUnseen there are none.
   template <bool kUnseen = true>
   __device__ __forceinline__ void reference(float scale_log2, float (&subtrahend)[2]) const {
 #pragma unroll
