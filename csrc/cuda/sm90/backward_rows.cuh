@@ -149,9 +149,7 @@ struct RowGradients {
     for (int j = 0; j < C::kDim / 16; ++j) {  // 16 rows x 16 columns
       const float* x = C::kDim > 128 ? sum[j / 8] + j % 8 * 8 : sum[0] + j * 8;
       const uint32_t chunk = ((2 * j & 7) + lane / 16) ^ (lane & 7);
-      ptx::store_matrices(staging + (j / 4) * C::kRowPanel + (lane & 15) * 128 + chunk * 16,
-                          {ptx::pack(x[0] * p.scale, x[1] * p.scale, T()), ptx::pack(x[2] * p.scale, x[3] * p.scale, T()),
-                           ptx::pack(x[4] * p.scale, x[5] * p.scale, T()), ptx::pack(x[6] * p.scale, x[7] * p.scale, T())});
+      store_block<T>(staging + (j / 4) * C::kRowPanel + (lane & 15) * 128 + chunk * 16, x, p.scale, p.scale);
     }
     ptx::fence_async_proxy();
     __syncwarp();

@@ -251,9 +251,7 @@ struct BackwardWorker {
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {  // 16 keys x 16 columns
       const float* x = sum + j * 8;
-      ptx::store_matrices((to ^ j % 4 * 32) + (j / 4) * C::kKeyPanel,
-                          {ptx::pack(x[0] * factor, x[1] * factor, T()), ptx::pack(x[2] * factor, x[3] * factor, T()),
-                           ptx::pack(x[4] * factor, x[5] * factor, T()), ptx::pack(x[6] * factor, x[7] * factor, T())});
+      store_block<T>((to ^ j % 4 * 32) + (j / 4) * C::kKeyPanel, x, factor, factor);
     }
   }
 

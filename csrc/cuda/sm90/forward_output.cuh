@@ -6,6 +6,7 @@
 #include "cuda/sm90/forward_config.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/panels.cuh"
 
 namespace flash::sm90 {
 
@@ -59,9 +60,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& p, const Fini
     for (int j = 0; j < 4; ++j) {  // 16 rows x 16 columns
       const float* o = output + panel * 32 + j * 8;
       const uint32_t chunk = (2 * j + lane / 16) ^ (lane & 7);
-      ptx::store_matrices(to + (lane & 15) * 128 + chunk * 16,
-                          {ptx::pack(o[0] * scale[0], o[1] * scale[0], T()), ptx::pack(o[2] * scale[1], o[3] * scale[1], T()),
-                           ptx::pack(o[4] * scale[0], o[5] * scale[0], T()), ptx::pack(o[6] * scale[1], o[7] * scale[1], T())});
+      store_block<T>(to + (lane & 15) * 128 + chunk * 16, o, scale[0], scale[1]);
     }
     ptx::fence_async_proxy();
     __syncwarp();

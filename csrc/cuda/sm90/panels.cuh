@@ -1,7 +1,9 @@
-// sm90/panels.cuh: matrices in shared memory as panels of 64 columns, [panel][row][128 bytes], swizzled: how they come through TMA, and
-// products of their rows.
+// sm90/panels.cuh: matrices in shared memory as panels of 64 columns, [panel][row][128 bytes], swizzled: how they come through TMA or
+// from accumulators, and products of their rows.
 #pragma once
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace flash::sm90 {
@@ -29,6 +31,14 @@ __device__ __forceinline__ void multiply_panels(float (&to)[kCount], uint64_t a,
       ptx::multiply_async<T, 1>(to, first, second);
     }
   }
+}
+
+// 16 rows x 16 columns of an accumulator in the element type, the first 8 rows times `upper`, the others times `lower`. x: this lane's
+// first of them; to: where this lane's row of the 8 x 8 matrices goes. References: an argument of the kernel is read where it is used.
+template <class T>
+__device__ __forceinline__ void store_block(uint32_t to, const float* x, const float& upper, const float& lower) {
+  ptx::store_matrices(to, {ptx::pack(x[0] * upper, x[1] * upper, T()), ptx::pack(x[2] * lower, x[3] * lower, T()),
+                           ptx::pack(x[4] * upper, x[5] * upper, T()), ptx::pack(x[6] * lower, x[7] * lower, T())});
 }
 
 }  // namespace flash::sm90
