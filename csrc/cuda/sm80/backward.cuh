@@ -184,8 +184,8 @@ class KeyGradients {
     } else if constexpr (Products::kPaired) {
       Products::paired(rScore, rGradient, {shared_, key_line_, query_warp_, lane_}, sLines_, sColumns_ + offset);
     } else {
-      Products::lines(rScore, sLines_, sColumns_ + offset);
-      Products::lines(rGradient, sLines_ + Config::kValueAt, sColumns_ + offset + kApart);
+      tile::multiply_lines<T, Operand, kSteps>(rScore, sLines_, sColumns_ + offset);
+      tile::multiply_lines<T, Operand, kSteps>(rGradient, sLines_ + Config::kValueAt, sColumns_ + offset + kApart);
     }
   }
 

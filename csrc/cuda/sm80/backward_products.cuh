@@ -1,4 +1,4 @@
-// sm80/backward_products.cuh: S^T = K Q^T and dP^T = V dO^T where warps share keys, for backward.cuh.
+// sm80/backward_products.cuh: S^T = K Q^T and dP^T = V dO^T by pairs of warps, for backward.cuh.
 #pragma once
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
@@ -23,21 +23,7 @@ struct ScoreProducts {
     int key_line, query_warp, lane;
   };
 
-  // r = lines columns^T, lane addresses.
-  static __device__ __forceinline__ void lines(Scores& r, uint32_t sLines, uint32_t sColumns) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t rLines[kI][4], rColumns[4];
-      tile::load_rows<Operand>(rLines, Operand::columns(sLines, k));
-#pragma unroll
-      for (int j = 0; j < kChunk / 16; ++j) {
-        ptx::load_matrices(rColumns, Operand::columns(sColumns, k) + j * 16 * Operand::kRowBytes);
-        tile::multiply<T>(r, j, rLines, rColumns);
-      }
-    }
-  }
-
-  // Both of them by two warps with neighbouring queries: one multiplies S^T, the other dP^T for the queries of both, and each gives the
+  // Two warps with neighbouring queries share both products: one multiplies S^T, the other dP^T for the queries of both, and each gives the
   // other half of it. That takes two thirds of the reads of shared memory, which bind at these head dims.
   static __device__ __forceinline__ void paired(Scores& rScore, Scores& rGradient, const Place& at, uint32_t sLines,
                                                 uint32_t sColumns) {

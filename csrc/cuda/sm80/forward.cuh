@@ -57,16 +57,7 @@ struct Forward {
   template <int kJ>
   __device__ __forceinline__ void scores(float (&rScore)[kBlocks][kJ][4], uint32_t key_tile, int first) {
     tile::clear(rScore);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t rQuery[kBlocks][4], rKey[4];
-      tile::load_rows<Layout>(rQuery, Layout::columns(query, step));
-#pragma unroll
-      for (int j = 0; j < kJ / 2; ++j) {
-        ptx::load_matrices(rKey, Layout::columns(key_tile, step) + (first + j * 16) * Layout::kRowBytes);
-        tile::multiply<T>(rScore, j, rQuery, rKey);
-      }
-    }
+    tile::multiply_lines<T, Layout, kSteps>(rScore, query, key_tile, first);
   }
 
   // rOut += P V.

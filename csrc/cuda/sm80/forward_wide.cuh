@@ -69,16 +69,7 @@ struct ForwardWide {
   // rScore [rows, own keys] = Q K^T.
   __device__ __forceinline__ void scores(float (&rScore)[kBlocks][kOwnKeys / 8][4]) {
     tile::clear(rScore);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t rQuery[kBlocks][4], rKey[4];
-      tile::load_rows<Layout>(rQuery, Layout::columns(query, step));
-#pragma unroll
-      for (int j = 0; j < kOwnKeys / 16; ++j) {
-        ptx::load_matrices(rKey, Layout::columns(key, step) + j * 16 * Layout::kRowBytes);
-        tile::multiply<T>(rScore, j, rQuery, rKey);
-      }
-    }
+    tile::multiply_lines<T, Layout, kSteps>(rScore, query, key);
   }
 
   // rOut += P V over all keys of the tile, own columns.

@@ -43,6 +43,21 @@ __device__ __forceinline__ void multiply(float (&rD)[kI][kJ][4], int j, const ui
   }
 }
 
+// rD [16 kI lines, 8 kJ columns] += lines columns^T over kSteps k16 steps; lane addresses of both, the columns from `first` on.
+template <class T, class Layout, int kSteps, int kI, int kJ>
+__device__ __forceinline__ void multiply_lines(float (&rD)[kI][kJ][4], uint32_t lines, uint32_t columns, int first = 0) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t rLines[kI][4], rColumns[4];
+    load_rows<Layout>(rLines, Layout::columns(lines, step));
+#pragma unroll
+    for (int j = 0; j < kJ / 2; ++j) {
+      ptx::load_matrices(rColumns, Layout::columns(columns, step) + (first + j * 16) * Layout::kRowBytes);
+      multiply<T>(rD, j, rLines, rColumns);
+    }
+  }
+}
+
 // An accumulator [16 kI, 8 kJ] as the A operand of the next product, rounded to T.
 template <class T, int kI, int kJ>
 __device__ __forceinline__ void pack(uint32_t (&rA)[kI][kJ / 2][4], const float (&r)[kI][kJ][4]) {
