@@ -41,8 +41,9 @@ FLASH_STAGE bool exponentiate(Real unit, Real* tile, int64_t keys, Real* before,
   return moved;
 }
 
-// Backward. In: tile = final scores over `scale`, gradient = d loss / d P over `gradient_scale`, as delta is not. Out: tile = P after dropout, gradient = that of the score,
-// times slope (softcap's, or null), 0 where masked. lse: +inf for rows that saw nothing. kPlain: nothing is masked, dropped, capped.
+// Backward. In: tile = final scores over `scale`, gradient = d loss / d P over `gradient_scale`, as delta is not. Out: tile = P after
+// dropout, gradient = that of the score, times slope (softcap's, or null), 0 where masked. lse: +inf for rows that saw nothing. kPlain:
+// nothing is masked, dropped, capped.
 // P = exp(score - lse), not 2^(log2 units): the difference is small where P matters, and so is its rounding error. The score is rounded
 // first, as lse was: where one key is all that a row sees, P is exactly 1.
 template <class Real, int NV, bool kPlain>

@@ -181,8 +181,8 @@ inline int64_t row_gradient_tiles(const problem::Problem& p) {
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
-// The workspace of a backward call, bytes: the counters; those of cleared slices; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ, 4 bytes an
-// element, in blocks of 16 rows (common/scratch.h).
+// The workspace of a backward call, bytes: the counters; those of cleared slices; statistics, 32 bytes a row, in blocks of a tile's rows;
+// sums of dQ, 4 bytes an element, in blocks of 16 rows (common/scratch.h).
 struct BackwardWorkspace {
   int64_t head_units;   // blocks of statistics from one head to the next
   int64_t head_blocks;  // the same of sums
