@@ -70,16 +70,20 @@ def test_no_keys_but_a_sink(device: str):
 
 
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_masks_without_elements(mask: str, device: str):
-    query, key = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 0, 8, device=device)
-    attn_mask = torch.zeros(1, 1, 5, 0, device=device)
+@pytest.mark.parametrize("shape", [(1, 1, 5, 0), (2, 3, 1, 0), (1, 1, 1, 1), (1, 1, 5, 1), (2, 3, 5, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_name)
+def test_masks_without_keys(shape: tuple[int, ...], mask: str, dtype: torch.dtype, device: str):
+    """Some have elements all the same: they are broadcast over no keys, and their gradient is zero."""
+    query = torch.randn(2, 3, 5, 8, device=device, dtype=dtype, requires_grad=True)
+    key = torch.randn(2, 3, 0, 8, device=device, dtype=dtype)
+    attn_mask = torch.zeros(shape, device=device, dtype=dtype)
     attn_mask = attn_mask.bool() if mask == "bool" else attn_mask.requires_grad_()
-    query.requires_grad_()
-    out, _ = forward(query, key, key, attn_mask)
-    out.sum().backward()
+    with poisoned(device):
+        out, _ = forward(query, key, key, attn_mask)
+        out.sum().backward()
     assert not out.any() and not query.grad.any()
     if mask == "float":
-        assert attn_mask.grad.shape == (1, 1, 5, 0)
+        assert attn_mask.grad.shape == shape and not attn_mask.grad.any()
 
 
 def test_head_dim_zero(device: str):

@@ -259,7 +259,7 @@ Gradients5 backward(const Backend& backend, const Results& results, const Inputs
     g.dkey = array_to_write(call.dkey);
     g.dvalue = array_to_write(call.dvalue);
     g.delta = call.delta.mutable_data_ptr();
-    if (want_mask && call.dmask.numel() > 0) {
+    if (want_mask && call.problem.mask.data != nullptr) {  // without keys there is no mask, and its gradient stays zero
       g.dmask = call.dmask.mutable_data_ptr();
       g.dmask_batch = stride_of(call.dmask, 0);
       g.dmask_head = stride_of(call.dmask, 1);
@@ -328,7 +328,7 @@ std::string explain(const Backend& backend, const Inputs& in, const Options& opt
   g.dkey = result(in.key, in.key.sizes());
   g.dvalue = result(in.value, in.value.sizes());
   g.delta = p.out.data;
-  if (in.attn_mask.has_value() && in.attn_mask->is_floating_point() && in.attn_mask->requires_grad()) g.dmask = p.out.data;
+  if (p.mask.data != nullptr && in.attn_mask->is_floating_point() && in.attn_mask->requires_grad()) g.dmask = p.out.data;
   g.deterministic = options.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   const problem::Device device = backend.device(in.query);
   const problem::Choice choice = choice_of_environment();
