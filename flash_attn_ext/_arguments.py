@@ -68,7 +68,7 @@ def _ends(window: Window | None) -> Window:
     return window[0], window[1]
 
 
-def unwrap_causal_bias(attn_mask: Tensor | None, causal: Causal, rows: int, keys: int) -> tuple[Tensor | None, Causal]:
+def unwrap_causal_bias(attn_mask: Tensor | None, causal: Causal, query: Tensor, key: Tensor) -> tuple[Tensor | None, Causal]:
     """torch.nn.attention.bias.CausalBias is a causal alignment in the guise of a mask; it answers to no operator but SDPA.
 
     Known by its attribute: importing its module for an isinstance takes more than a second.
@@ -79,8 +79,9 @@ def unwrap_causal_bias(attn_mask: Tensor | None, causal: Causal, rows: int, keys
     if causal:
         raise ValueError("CausalBias should not be used with causal=True")
     sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv)  # type: ignore[attr-defined]
-    if sizes != (rows, keys):
-        raise ValueError(f"CausalBias was made for lengths (L, S) = {sizes}, but query and key have {(rows, keys)}.")
+    lengths = (*query.shape[-2:-1], *key.shape[-2:-1])
+    if sizes != lengths:
+        raise ValueError(f"CausalBias was made for lengths (L, S) = {sizes}, but query and key have {lengths}.")
     return None, "top_left" if variant.name == "UPPER_LEFT" else "bottom_right"
 
 
@@ -132,10 +133,11 @@ def fold(
     heads, rows, keys = query.shape[-3], query.shape[-2], key.shape[-2]
     batch = query.shape[:-3]
     if key.shape[:-3] != batch or value.shape[:-3] != batch:
-        batch = torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])  # tens of microseconds
+        batch = _broadcast_batch(query, key, value)
     if attn_mask is not None:
         attn_mask = _fold_mask(attn_mask, batch, (heads, rows, keys))
     if alibi_slopes is not None and alibi_slopes.dim() > 1:
+        _check_broadcast("alibi_slopes", alibi_slopes, "[..., H]", (*batch, heads))
         alibi_slopes = alibi_slopes.expand(*batch, heads).reshape(-1, heads)
     alibi_slopes, sinks = accumulated(alibi_slopes, query), accumulated(sinks, query)
     query, key, value = _flatten(query, batch), _flatten(key, batch), _flatten(value, batch)
@@ -187,6 +189,23 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     )
 
 
+def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # tens of microseconds
+    except RuntimeError as error:
+        sizes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
+        raise RuntimeError(f"query, key and value have the sizes {sizes}: batch dimensions must be equal or 1.") from error
+
+
+def _check_broadcast(name: str, tensor: Tensor, shape: str, full: tuple[int, ...]) -> None:
+    fits = zip(reversed(tensor.shape), reversed(full), strict=False)
+    if tensor.dim() > len(full) or any(size not in (1, wanted) for size, wanted in fits):
+        raise RuntimeError(
+            f"{name} of shape {list(tensor.shape)} does not broadcast to {shape} = {list(full)}; "
+            "each of its dimensions must be 1 or that size."
+        )
+
+
 def _flatten(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
     """[..., x, y, z] -> [B, x, y, z], copied only where the batch dimensions do not merge by strides."""
     if tensor.shape[:-3] != batch:
@@ -195,13 +214,8 @@ def _flatten(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _fold_mask(attn_mask: Tensor, batch: tuple[int, ...], full: tuple[int, int, int]) -> Tensor:
+    _check_broadcast("attn_mask", attn_mask, "[..., H, L, S]", (*batch, *full))
     attn_mask = _widen(attn_mask, len(batch) + 3)
-    fits = zip(attn_mask.shape, (*batch, *full), strict=False)
-    if attn_mask.dim() > len(batch) + 3 or any(size not in (1, wanted) for size, wanted in fits):
-        raise RuntimeError(
-            f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to [..., H, L, S] = {[*batch, *full]}; "
-            "each of its dimensions must be 1 or that size."
-        )
     if all(size == 1 for size in attn_mask.shape[:-3]):
         return attn_mask.reshape(1, *attn_mask.shape[-3:])
     return _flatten(attn_mask, batch)

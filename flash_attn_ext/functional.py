@@ -86,7 +86,7 @@ def attention(
             scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, deterministic=deterministic,
         )  # fmt: skip
     if attn_mask is not None:
-        attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query.shape[-2], key.shape[-2])
+        attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query, key)
     extra = window is not None or softcap != 0.0 or alibi_slopes is not None or sinks is not None or return_lse
     if not extra and deterministic is None and (causal is False or (attn_mask is None and causal in (True, "top_left"))):
         grouped = enable_gqa and query.dim() > 2 and query.shape[-3] != 1  # one head of query broadcasts, a group cannot
@@ -231,10 +231,10 @@ def attention_decode(
     if k_new is not None or v_new is not None:
         if k_new is None or v_new is None or cache_seqlens is None:
             raise ValueError("k_new, v_new and cache_seqlens must be given together.")
-        appended = k_new.shape[2]
         torch.ops.flash.cache_append_(
             k_cache, v_cache, k_new.detach(), v_new.detach(), cache_seqlens, block_table, cache_batch_idx
         )
+        appended = k_new.shape[2]  # behind the operator, which refuses other ranks
     options = given(scale, softcap)
     if causal is not False or window is not None:
         options |= interval(causal, window, bottom_right=True).given(bottom_right=True)
@@ -289,7 +289,7 @@ def explain(
     """
     if unknown := ignored.keys() - {"scale", "return_lse"}:
         raise TypeError(f"explain() got arguments that attention() does not have: {', '.join(sorted(unknown))}.")
-    attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query.shape[-2], key.shape[-2])
+    attn_mask, causal = unwrap_causal_bias(attn_mask, causal, query, key)
     span = interval(causal, window, bottom_right=False)
     folded = fold(query, key, value, attn_mask, alibi_slopes, sinks, enable_gqa)
     return torch.ops.flash.explain(

@@ -113,22 +113,26 @@ def test_window_ends(window, causal, visible):
         ({"window": (1, 2, 3)}, TypeError, "window must be None or a pair"),
         ({"window": (1.0, 0)}, TypeError, "integers or None"),
         ({"window": (-1, 0)}, ValueError, "None for an open end"),
-        ({"attn_mask": torch.zeros(3, 7), "return_lse": True}, RuntimeError, "does not broadcast"),
+        ({"attn_mask": torch.zeros(3, 7), "return_lse": True}, RuntimeError, r"attn_mask of shape \[3, 7\] does not broadcast"),
+        ({"alibi_slopes": torch.zeros(5, 4)}, RuntimeError, r"alibi_slopes of shape \[5, 4\] does not broadcast"),
+        ({"key": torch.zeros(3, 1, 7, 8), "return_lse": True}, RuntimeError, "batch dimensions must be equal or 1"),
         ({"dropout_p": 1.5}, RuntimeError, "dropout probability has to be between 0 and 1"),
         ({"dropout_p": 1.5, "softcap": 1.0}, RuntimeError, "dropout probability has to be between 0 and 1"),
         ({"softcap": -1.0}, RuntimeError, "softcap"),
     ],
 )
 def test_errors_name_the_argument(options, error, text):
+    query, key, value = qkv()
     with pytest.raises(error, match=text) as caught:
-        attention(*qkv(), **options)
+        attention(**({"query": query, "key": key, "value": value} | options))
     assert "\n" not in str(caught.value).strip()
 
 
 def test_one_dimension_is_too_few():
-    for options in ({}, {"return_lse": True}):
-        with pytest.raises(RuntimeError, match="to all be  at least 2 dimensional"):
-            attention(normal(8), normal(7, 8), normal(7, 8), **options)
+    for function in (attention, explain):
+        for options in ({}, {"return_lse": True}, {"attn_mask": torch.zeros(7)}):
+            with pytest.raises(RuntimeError, match="to all be  at least 2 dimensional"):
+                function(normal(8), normal(7, 8), normal(7, 8), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["plain", "lse"])
