@@ -190,3 +190,24 @@ def test_as_flash_attn():
 def test_refused_by_name(call, name: str):
     with pytest.raises(NotImplementedError, match=name):
         call(torch.zeros(1, 4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: compat.flash_attn_func(x, x, x, window_size=3), TypeError, "window_size must be a pair .*3"),
+        (lambda x: compat.flash_attn_func(x, x, x, window_size=None), TypeError, "window_size must be a pair"),
+        (lambda x: compat.flash_attn_with_kvcache(x, x, x, window_size=(1, 2, 3)), TypeError, "window_size must be a pair"),
+        (lambda x: compat.flash_attn_qkvpacked_func(x), ValueError, r"qkv has the sizes \[1, 4, 2, 8\]: .*\[B, L, 3, H, D\]"),
+        (lambda x: compat.flash_attn_qkvpacked_func(x[:, :, None]), ValueError, r"\[B, L, 3, H, D\]"),
+        (lambda x: compat.flash_attn_kvpacked_func(x, x[:, :, None]), ValueError, r"kv has the sizes .*\[B, S, 2, Hk, D\]"),
+        (lambda x: compat.flash_attn_varlen_qkvpacked_func(x, None, 4), ValueError, r"\[total, 3, H, D\]"),
+        (lambda x: compat.flash_attn_varlen_kvpacked_func(x[0], x[0], None, None, 4, 4), ValueError, r"\[total_k, 2, Hk, D\]"),
+        (lambda x: flash_attn_3.flash_attn_qkvpacked_func(x[0]), ValueError, r"\[B, L, 3, H, D\], or"),
+        (lambda x: flash_attn_3.flash_attn_qkvpacked_func(x, num_heads_q=1), ValueError, "num_heads_q . 2 Hk, num_heads_q = 1"),
+    ],
+)
+def test_wrong_shapes_are_named(call, error, text: str):
+    with pytest.raises(error, match=text) as caught:
+        call(torch.zeros(1, 4, 2, 8))
+    assert "\n" not in str(caught.value)

@@ -121,5 +121,42 @@ def test_rotary_needs_keys():
     x = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="rotary_cos needs k and v"):
         compat.flash_attn_with_kvcache(x, x, x, rotary_cos=x[0, :, 0], rotary_sin=x[0, :, 0])
-    with pytest.raises(ValueError, match="cache_seqlens"):
-        compat.flash_attn_with_kvcache(x, x, x, x, x)
+    with pytest.raises(ValueError, match="rotary_cos needs k and v"):
+        compat.flash_attn_with_kvcache(x, x, x, rotary_sin=x[0, :, 0])
+
+
+def test_what_belongs_together():
+    """What is left out is named, never passed over."""
+    x, seqlens = torch.zeros(1, 4, 2, 8), torch.zeros(1, dtype=torch.int32)
+    for options in ({"k": x, "v": x}, {"k": x, "cache_seqlens": seqlens}, {"v": x, "cache_seqlens": seqlens}):
+        for module in (compat, flash_attn_3):
+            with pytest.raises(ValueError, match="k, v and cache_seqlens must be given together"):
+                module.flash_attn_with_kvcache(x, x, x, **options)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin must be given together"):
+        compat.flash_attn_with_kvcache(x, x, x, x, x, rotary_sin=x[0, :, 0], cache_seqlens=seqlens)
+
+
+@pytest.mark.parametrize("sizes", [((4, 5), (4, 5)), ((3, 4), (3, 4)), ((4, 4), (4, 3)), ((4,), (4,))], ids=str)
+def test_rotary_tables_that_do_not_fit(sizes):
+    """Wider than the heads, or without a position for each key of the cache."""
+    x, seqlens = torch.zeros(1, 4, 2, 8), torch.zeros(1, dtype=torch.int32)
+    cos, sin = (torch.ones(size) for size in sizes)
+    with pytest.raises(ValueError, match=r"rotary_cos and rotary_sin have the sizes .* each of the 4 keys"):
+        compat.flash_attn_with_kvcache(x, x, x, x[:, :1], x[:, :1], cos, sin, seqlens)
+
+
+def test_rotary_behind_a_full_cache(device: str):
+    """The tables end where the cache does: a row that finds no room is dropped, and its position is not looked up."""
+    caches = [torch.randn(2, 8, 2, 16, device=device) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    q, k, v = (torch.randn(2, 3, heads, 16, device=device) for heads in (4, 2, 2))
+    angle = torch.rand(8, 8, device=device) * 6
+    seqlens = torch.tensor([8, 7], dtype=torch.int32, device=device)
+    out = compat.flash_attn_with_kvcache(q, *caches, k, v, angle.cos(), angle.sin(), seqlens, rotary_interleaved=False)
+    assert torch.equal(caches[0][0], before[0][0]) and torch.equal(caches[1][0], before[1][0])
+    held = rotated(k[1, :1], angle.cos(), angle.sin(), [7], False)
+    torch.testing.assert_close(caches[0][1, 7:], held)
+    assert torch.equal(caches[0][1, :7], before[0][1, :7]) and torch.equal(caches[1][1, 7], v[1, 0])
+    rows = rotated(q[1], angle.cos(), angle.sin(), [7] * 3, False)
+    true, _ = expected(rows[None], caches[0][1:], caches[1][1:], causal=False, window=(-1, -1))
+    torch.testing.assert_close(out[1:], true, rtol=1e-4, atol=1e-5)

@@ -31,7 +31,12 @@ def options(
 
 def ends(causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """Of a window. None or any negative number is an open end."""
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"window_size must be a pair (left, right) of numbers of keys, -1 for an open end, but got {window_size!r}."
+        ) from None
     if left is not None and left < 0:
         left = None
     if causal:
@@ -47,6 +52,13 @@ def refuse(**arguments: object) -> None:
         if value is None or (isinstance(value, (int, float)) and not value):
             continue
         raise NotImplementedError(f"flash_attn_ext.compat does not support {name}: leave it out, or use flash_attn itself.")
+
+
+def unpacked(name: str, tensor: Tensor, dim: int, parts: int, shape: str) -> tuple[Tensor, ...]:
+    """Views of a packed tensor, `parts` along `dim`."""
+    if tensor.dim() != dim + 3 or tensor.shape[dim] != parts:
+        raise ValueError(f"{name} has the sizes {list(tensor.shape)}: it must be {shape}.")
+    return tensor.unbind(dim)
 
 
 def empty_rows_positive(lse: Tensor) -> Tensor:
@@ -158,6 +170,19 @@ def append(cache: Cache, k: Tensor, v: Tensor) -> None:
     torch.ops.flash.cache_append_(cache.k, cache.v, k, v, seqlens, table, index, rows_first=True)
 
 
+def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, cache: Cache) -> None:
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"q and k have the sizes {list(q.shape)} and {list(k.shape)}: they must be [B, L, H, D] and [B, L', Hk, D]."
+        )
+    keys = cache.k.shape[1] * (1 if cache.block_table is None else cache.block_table.shape[-1])
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] < keys or 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"rotary_cos and rotary_sin have the sizes {list(cos.shape)} and {list(sin.shape)}: they must be [positions, rotary_dim / 2] "
+            f"with a position for each of the {keys} keys of the cache and rotary_dim at most {q.shape[-1]}."
+        )
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool = True) -> Tensor:
     """Rotary embedding of x [B, L, H, D] at positions first[b], first[b] + 1, ... (advance), or all at first[b].
 
@@ -166,6 +191,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool
     """
     half = cos.shape[-1]
     position = first.long()[:, None] + (torch.arange(x.shape[1], device=x.device) if advance else 0)
+    position = position.clamp(0, cos.shape[0] - 1)  # behind a full cache: such rows of k are dropped
     c, s = (table[position][:, :, None].to(torch.float32) for table in (cos, sin))
     turned = x[..., : 2 * half].float()
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])

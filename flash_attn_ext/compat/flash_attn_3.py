@@ -36,12 +36,14 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """qkv [B, L, 3, H, D], or [B, L, num_heads_q + 2 Hk, D]."""
-    if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
+    if qkv.dim() != 4:
+        q, k, v = _calls.unpacked("qkv", qkv, 2, 3, "[B, L, 3, H, D], or [B, L, num_heads_q + 2 Hk, D]")
     elif num_heads_q is None:
         raise ValueError("num_heads_q is needed where qkv has four dimensions.")
     else:
-        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        kv_heads, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+        if odd or kv_heads < 1:
+            raise ValueError(f"qkv has {qkv.shape[2]} heads: they must be num_heads_q + 2 Hk, num_heads_q = {num_heads_q}.")
         q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], 2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
@@ -98,7 +100,7 @@ def flash_attn_with_kvcache(
         q, appended = prepare(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, causal, window_size, rotary_seqlens)
         out, lse = _calls.decode(q, cache, o, appended)
     else:
-        if k is not None or rotary_cos is not None:
+        if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
             raise NotImplementedError("flash_attn_ext.compat does not support k, v or rotary_cos together with cu_seqlens_q.")
         if max_seqlen_q is None:
             raise ValueError("cu_seqlens_q needs max_seqlen_q.")

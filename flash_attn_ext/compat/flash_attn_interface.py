@@ -43,7 +43,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """kv [B, S, 2, Hk, D]."""
-    k, v = kv.unbind(2)
+    k, v = _calls.unpacked("kv", kv, 2, 2, "[B, S, 2, Hk, D]")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -54,7 +54,7 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """qkv [B, L, 3, H, D]."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = _calls.unpacked("qkv", qkv, 2, 3, "[B, L, 3, H, D]")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -91,7 +91,7 @@ def flash_attn_varlen_kvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """kv [total_k, 2, Hk, D]."""
-    k, v = kv.unbind(1)
+    k, v = _calls.unpacked("kv", kv, 1, 2, "[total_k, 2, Hk, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -104,7 +104,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """qkv [total, 3, H, D]."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = _calls.unpacked("qkv", qkv, 1, 3, "[total, 3, H, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -121,7 +121,7 @@ def flash_attn_with_kvcache(
     """Attention of q [B, L, H, D] over a cache [B, S, Hk, D], or [pages, page size, Hk, D] with block_table [B, blocks]. k, v
     [B, L', Hk, D] are first written behind the cache_seqlens keys of each sequence. Pages may have any size, num_splits is
     chosen here. No derivative."""
-    if k is None and rotary_cos is None and not isinstance(cache_seqlens, int):
+    if k is None and v is None and rotary_cos is None and rotary_sin is None and not isinstance(cache_seqlens, int):
         # The common case, worth some microseconds of the host: the operator gets only what was given.
         tables: tuple[Tensor | None, ...] = ()
         if block_table is not None or cache_batch_idx is not None or cache_leftpad is not None or alibi_slopes is not None:
@@ -151,15 +151,16 @@ def prepare(
     rotary_interleaved: bool, causal: bool, window_size: Window, positions: Tensor | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
     """Rotates q and k, writes k and v into the cache. Returns q and how many keys were added to each sequence."""
-    if k is None:
-        if rotary_cos is not None:
+    if k is None and v is None:
+        if rotary_cos is not None or rotary_sin is not None:
             raise ValueError("rotary_cos needs k and v: without new keys there is nothing to rotate.")
         return q, 0
-    if v is None or cache.seqlens is None:
+    if k is None or v is None or cache.seqlens is None:
         raise ValueError("k, v and cache_seqlens must be given together.")
-    if rotary_cos is not None:
-        if rotary_sin is None:
-            raise ValueError("rotary_cos and rotary_sin must be given together.")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together.")
+    if rotary_cos is not None and rotary_sin is not None:
+        _calls.check_rotary(rotary_cos, rotary_sin, q, k, cache)
         if positions is None:
             positions = cache.seqlens if cache.leftpad is None else cache.seqlens - cache.leftpad
         # rows of a call without mask all see the same keys: they stand at one position
