@@ -160,3 +160,11 @@ def test_rotary_behind_a_full_cache(device: str):
     rows = rotated(q[1], angle.cos(), angle.sin(), [7] * 3, False)
     true, _ = expected(rows[None], caches[0][1:], caches[1][1:], causal=False, window=(-1, -1))
     torch.testing.assert_close(out[1:], true, rtol=1e-4, atol=1e-5)
+
+
+def test_expanded_caches_are_not_written():
+    """Several sequences would write to one place, in no order."""
+    cache, fresh = torch.zeros(1, 4, 2, 8).expand(2, -1, -1, -1), torch.ones(2, 1, 2, 8)
+    with pytest.raises(RuntimeError, match="k_cache is expanded.*clone"):
+        compat.flash_attn_with_kvcache(fresh, cache, cache, fresh, fresh, cache_seqlens=1)
+    assert not cache.any()

@@ -1,6 +1,7 @@
 // op/decode.cpp: attention_decode and cache_append_: tensors -> Decode, and the keys that no device has.
 #include "op/decode.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -185,6 +186,10 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
 void append(const Backend& backend, const AppendInputs& in) {
   if (in.rows_first) return append_rows_first(in, swapped_directly, [&](const AppendInputs& i) { append(backend, i); });
   check_append(in);
+  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>("k_cache", in.cache.key), {"v_cache", in.cache.value}}) {
+    TORCH_CHECK(at::has_internal_overlap(t) != at::MemOverlap::Yes, "flash::cache_append_: ", name,
+                " is expanded, so that several of its elements lie in one place: clone() it before it is written to.");
+  }
   if (in.key.numel() == 0 && in.value.numel() == 0) return;
   if (in.cache.key.size(0) == 0 || capacity(in.cache) == 0) return;
   const Tensor key = dense(in.key), value = dense(in.value);
