@@ -175,9 +175,10 @@ def test_bidirectional(length: int, device: str):
     close(results[0][mask.bool()], results[1][mask.bool()])
 
 
-def test_four_dimensional_masks(device: str):
-    """A mask that the caller made is taken as it is."""
-    eager, ours = pair(llama, device)
+@pytest.mark.parametrize("make", CAUSAL)
+def test_four_dimensional_masks(make, device: str):
+    """A mask that the caller made is taken as it is: in layers with a sliding window too, as eager attention does it."""
+    eager, ours = pair(make, device)
     ids = tokens(2, 20, device)
     allowed = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
     allowed[:, 3:6] = torch.eye(20, dtype=torch.bool, device=device)[:, 3:6]

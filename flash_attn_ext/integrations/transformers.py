@@ -103,7 +103,8 @@ def attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers' AttentionInterface: [B, H, L, D] -> ([B, L, H, D], None).
 
-    attention_mask: None, [B, S] with nonzero = a token, or [B, 1 or H, L, S] as attention() takes it, causal part included.
+    attention_mask: None, [B, S] with nonzero = a token, or [B, 1 or H, L, S] as attention() takes it, causal part and window
+    included.
     """
     lengths_or_pages = False
     if more:
@@ -142,6 +143,7 @@ def attention(
         return _varlen(query, key, value, packing, causal, options), None
     rows = query.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
+        options["window"] = None
         return functional.attention(query, key, value, attention_mask, **options).transpose(1, 2), None
     if attention_mask is not None:
         seen = attention_mask.shape[1]
