@@ -187,6 +187,42 @@ def test_four_dimensional_masks(make, device: str):
         close(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
 
 
+def test_sequences_packed_in_several_rows(device: str):
+    eager, ours = pair(gemma2, device)
+    ids = tokens(2, 20, device)
+    positions = torch.stack([torch.arange(20), torch.cat([torch.arange(7), torch.arange(13)])]).to(device)
+    results = [model(ids, position_ids=positions, use_cache=False).logits for model in (eager, ours)]
+    close(*results)
+
+
+def test_images_see_both_ways(device: str):
+    """Gemma 3's tokens of one image see each other, in layers with a sliding window too."""
+
+    def gemma3():
+        text = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9, "pad_token_id": 0}
+        vision = {
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "image_size": 32,
+        }
+        return transformers.Gemma3ForConditionalGeneration, transformers.Gemma3Config(
+            text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
+            vision_config={**vision, "patch_size": 8, "vision_use_head": False},
+            mm_tokens_per_image=4, image_token_index=90, boi_token_index=91, eoi_token_index=92,
+        )  # fmt: skip
+
+    eager, ours = pair(gemma3, device)
+    ids = tokens(2, 20, device) % 90
+    ids[:, 3:7] = 90
+    images = {"pixel_values": torch.randn(2, 3, 32, 32, device=device), "token_type_ids": (ids == 90).long()}
+    with torch.no_grad():
+        for mask in (torch.ones_like(ids), padding(2, 20, "left", device)):
+            results = [model(ids, attention_mask=mask, **images).logits for model in (ours, eager)]
+            close(*(result[mask.bool()] for result in results))
+
+
 def test_the_model_calls_it(device: str):
     _, ours = pair(llama, device)
 

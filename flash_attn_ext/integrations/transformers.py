@@ -8,12 +8,13 @@ sequences, generate() with any cache, on the CPU and CUDA. Rows of padding come 
 """
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from .. import functional
 from .._arguments import accumulated, draw_seed
@@ -168,6 +169,36 @@ def attention(
     return functional.attention(query, key, value, causal=causal and "bottom_right", **options).transpose(1, 2), None
 
 
+# Functions of transformers.masking_utils whose masks attention() makes by itself, from what the model hands it.
+_EXPRESSED = {
+    "causal_mask_function", "bidirectional_mask_function", "and_masks", "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+
+
+def _made_of(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """Names of the functions that a mask is put together from; under torch.compile, to which closures are opaque, the outermost."""
+    yield getattr(mask_function, "__qualname__", "").split(".")[0]
+    if torch.compiler.is_compiling():
+        return
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for part in held if isinstance(held, tuple) else (held,):
+            if callable(part):
+                yield from _made_of(part)
+
+
+def mask(*, batch_size: int, mask_function: Callable[..., Any], use_vmap: bool = False, **arguments: Any) -> Tensor | None:
+    """A mask function of transformers' AttentionMaskInterface: as for flash attention, which gets the padding alone; of four dimensions
+    where that does not say all, as with images whose tokens see each other both ways, or sequences packed in several rows."""
+    names = set(_made_of(mask_function))
+    packed_rows = batch_size > 1 and "packed_sequence_mask_function" in names
+    if use_vmap or packed_rows or not names <= _EXPRESSED:
+        arguments |= {"use_vmap": use_vmap, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(batch_size=batch_size, mask_function=mask_function, **arguments)
+    return flash_attention_mask(batch_size=batch_size, mask_function=mask_function, **arguments)
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: _Packing, causal: bool, options: dict[str, Any]) -> Tensor:
     batch, _, rows, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -199,7 +230,7 @@ def _paged(
 def register() -> None:
     """Makes the name known to transformers; importing this module does it."""
     transformers.AttentionInterface.register(NAME, attention)
-    transformers.AttentionMaskInterface.register(NAME, flash_attention_mask)
+    transformers.AttentionMaskInterface.register(NAME, mask)
     # Names with "flash" in them are otherwise looked for among installed packages and kernels of the hub.
     check = getattr(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", None)
     if check is None or hasattr(check, "before_flash_attn_ext"):
