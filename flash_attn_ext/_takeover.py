@@ -22,7 +22,7 @@ NAME = "flash_attn_ext"
 
 _HEAD = "query, key, value"
 _FORWARD = f"{_HEAD}, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, window_size_left, "
-# Arguments of the operators, as torch 2.11 to 2.13 have them; in brackets those that not every release has.
+# Arguments of the operators, as torch 2.11 to 2.14 have them; in brackets those that not every release has.
 _KNOWN = {
     "_scaled_dot_product_flash_attention": (f"{_HEAD}, dropout_p, is_causal, return_debug_mask, scale", 9),
     "_scaled_dot_product_flash_attention_backward": (
@@ -98,7 +98,7 @@ def activate(*, prefer: bool = False) -> None:
             torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) says otherwise.
 
     Raises:
-        RuntimeError: this torch has other operators than those that are known (2.11 to 2.13 are).
+        RuntimeError: this torch has other operators than those that are known (2.11 to 2.14 are).
     """
     activate_flash_attention_impl(NAME)
     if prefer:
@@ -118,7 +118,7 @@ def deactivate() -> None:
 @contextlib.contextmanager
 def sdpa(*, prefer: bool = True) -> Iterator[None]:
     """activate() of torch's SDPA inside a `with` block; what was active before is active again after it."""
-    before = current_flash_attention_impl()
+    before, preferred = current_flash_attention_impl(), _priority is not None
     activate(prefer=prefer)
     try:
         yield
@@ -126,6 +126,8 @@ def sdpa(*, prefer: bool = True) -> Iterator[None]:
         deactivate()
         if before is not None:
             activate_flash_attention_impl(before)
+        if preferred:
+            _prefer()
 
 
 register_flash_attention_impl(NAME, register_fn=Overrides)  # makes the name known to torch; activates nothing

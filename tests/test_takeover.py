@@ -72,7 +72,23 @@ def test_preference_is_restored():
     with flash_attn_ext.sdpa(prefer=True):
         assert torch._C._get_sdp_priority_order()[0] == SDPBackend.FLASH_ATTENTION.value
         assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
-    assert set(torch._C._get_sdp_priority_order()) == set(before)
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_preference_outlives_an_inner_context():
+    """activate(prefer=True) is in force again behind a `with sdpa()`, and deactivate() still gives torch its own order back."""
+    flash = SDPBackend.FLASH_ATTENTION.value
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        before = torch._C._get_sdp_priority_order()
+        assert before[0] != flash
+        flash_attn_ext.activate(prefer=True)
+        for prefer in (False, True):
+            with flash_attn_ext.sdpa(prefer=prefer):
+                assert torch._C._get_sdp_priority_order()[0] == flash
+            assert current_flash_attention_impl() == "flash_attn_ext"
+            assert torch._C._get_sdp_priority_order() == [flash, *(backend for backend in before if backend != flash)]
+        flash_attn_ext.deactivate()
+        assert torch._C._get_sdp_priority_order() == before and current_flash_attention_impl() is None
 
 
 @pytest.mark.parametrize("name", list(_takeover._KNOWN))
