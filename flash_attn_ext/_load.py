@@ -18,13 +18,18 @@ _LIBRARY = "libflash_attn_ext.so"
 
 
 def _source() -> str:
-    """What to give pip to build this installation again: the directory it came from if pip wrote that down, else the name."""
+    """What to give pip to build this installation again: the sources it came from if pip wrote that down, else the name. A wheel would
+    only install the same build once more."""
     try:
         text = importlib.metadata.distribution("flash_attn_ext").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         text = None
-    location = urlparse(json.loads(text)["url"]) if text else None
-    return shlex.quote(unquote(location.path)) if location and location.scheme == "file" else "flash_attn_ext"
+    origin = json.loads(text) if text else {}
+    location = urlparse(origin.get("url", ""))
+    if location.scheme != "file" or location.path.endswith(".whl"):
+        return "flash_attn_ext"
+    editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
+    return editable + shlex.quote(unquote(location.path))
 
 
 def _rebuild_command() -> str:
@@ -84,10 +89,20 @@ def load() -> None:
     """Registers torch.ops.flash, once per process.
 
     Raises:
-        ImportError: the library is not built, or was built for another torch or Python; the text has the command that cures it.
+        ImportError: the library is not built, or was built for another torch or Python, or there is no torch; the text has the
+            command that cures it.
     """
     info = build_info()  # says that nothing is built before torch takes its time
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        needed = f"{shlex.quote(sys.executable)} -m pip install 'torch=={'.'.join(_minor(info['torch']))}.*'"
+        raise ModuleNotFoundError(
+            f"flash_attn_ext was built for torch {info['torch']}, but there is no torch here; install it with: {needed}",
+            name="torch",
+        ) from error
 
     check_torch(str(torch.__version__), info["torch"])
     if not hasattr(torch.ops.flash, "attention"):  # registering the namespace a second time aborts the process

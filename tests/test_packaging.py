@@ -55,6 +55,42 @@ def test_another_torch_is_refused_before_the_library_is_loaded() -> None:
     assert text.endswith("False\n")
 
 
+@pytest.mark.parametrize(
+    "origin, source",
+    [
+        (None, "flash_attn_ext"),
+        ('{"url": "file:///a%20b/flash", "dir_info": {}}', "'/a b/flash'"),
+        ('{"url": "file:///a/flash", "dir_info": {"editable": true}}', "--editable /a/flash"),
+        ('{"url": "file:///a/flash_attn_ext-0.1.0.tar.gz", "archive_info": {}}', "/a/flash_attn_ext-0.1.0.tar.gz"),
+        (
+            '{"url": "file:///a/flash_attn_ext-0.1.0%2Bpt211cpu-cp311-cp311-linux_x86_64.whl", "archive_info": {}}',
+            "flash_attn_ext",
+        ),
+        ('{"url": "https://host/flash.git", "vcs_info": {}}', "flash_attn_ext"),
+    ],
+)
+def test_a_rebuild_starts_from_sources(origin: str | None, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wheel pip would install the same build again, for the torch that is not there."""
+
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return origin
+
+    monkeypatch.setattr(_load.importlib.metadata, "distribution", lambda name: Distribution())
+    assert _load._source() == source
+
+
+def test_no_torch_is_said_with_the_command_that_installs_it() -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    directory = str(Path(_load.cmake_prefix()).parent)
+    code = f"import sys; sys.path[:] = [{directory!r}, *(p for p in sys.path if 'site-packages' not in p)]\n"
+    code += "sys.modules['torch'] = None\n"
+    code += "try: import flash_attn_ext\nexcept ModuleNotFoundError as error: print(error, error.name)"
+    text = output(sys.executable, "-c", code, cwd="/")
+    assert text.endswith(f"there is no torch here; install it with: {sys.executable} -m pip install 'torch=={minor}.*' torch\n")
+
+
 def test_loading_twice_is_harmless() -> None:
     before = torch.ops.flash.attention
     _load.load()
