@@ -199,7 +199,8 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
 
 def _check_broadcast(name: str, tensor: Tensor, shape: str, full: tuple[int, ...]) -> None:
     fits = zip(reversed(tensor.shape), reversed(full), strict=False)
-    if tensor.dim() > len(full) or any(size not in (1, wanted) for size, wanted in fits):
+    # By two comparisons: of `size in (1, wanted)` torch 2.11's compile makes False where only one of the sizes is symbolic.
+    if tensor.dim() > len(full) or any(size != 1 and size != wanted for size, wanted in fits):
         raise RuntimeError(
             f"{name} of shape {list(tensor.shape)} does not broadcast to {shape} = {list(full)}; "
             "each of its dimensions must be 1 or that size."

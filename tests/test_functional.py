@@ -245,6 +245,18 @@ def test_compiles_without_a_break():
     torch.testing.assert_close(torch.compile(both, fullgraph=True, backend="aot_eager")(*tensors), both(*tensors))
 
 
+def test_compiles_for_sizes_of_which_some_are_fixed():
+    """What the function makes itself has plain sizes, which must meet the symbolic ones of its arguments."""
+    tensors = qkv()
+
+    def options(query, key, value):
+        mask, slopes = torch.ones(5, 7, dtype=torch.bool).tril(), torch.ones(2, 4)
+        return attention(query, key, value, mask, window=(3, 1), alibi_slopes=slopes)
+
+    compiled = torch.compile(options, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), options(*tensors))
+
+
 def test_public_names():
     sections = dict.fromkeys(("attention", "attention_decode", "attention_varlen", "merge"), ("Raises:", "Source:"))
     sections |= {"explain": ("Raises:", "Arguments"), "activate": ("Args:", "Raises:")}
