@@ -57,6 +57,24 @@ def test_nan_stays(device: str):
         assert torch.equal(lse.isnan(), expected) and torch.equal(out.isnan().all(-1), expected)
 
 
+@pytest.mark.parametrize("batch, keys", [(1, 40), (1, 9000), (3, 300), (20, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_alone_stays(batch: int, keys: int, dtype: torch.dtype, device: str):
+    """Where a row, or one part of its keys, has NaN scores alone, none of them is the largest: the result is NaN all the same."""
+    query = torch.randn(batch, 4, 1, 64, device=device, dtype=dtype)
+    cache = torch.randn(batch, 4, keys, 64, device=device, dtype=dtype)
+    query[0, 1] = math.nan
+    cache[-1, 2, :32] = math.nan
+    expected = torch.zeros(batch, 4, 1, dtype=torch.bool, device=device)
+    expected[0, 1] = expected[-1, 2] = True
+    lengths = torch.full((batch,), keys, device=device, dtype=torch.int32)
+    for seqlens in (None, lengths):
+        for sinks in (None, torch.zeros(4, device=device)):
+            out, lse = flash_attn_ext.attention_decode(query, cache, cache, seqlens, sinks=sinks, return_lse=True)
+            assert torch.equal(lse.isnan(), expected) and torch.equal(out.isnan().all(-1), expected)
+            assert torch.equal(out.isnan().any(-1), expected)
+
+
 @pytest.mark.parametrize("magnitude", [1e4, 1e15])
 def test_huge_scores(magnitude: float, device: str):
     """One key far above the others takes everything."""

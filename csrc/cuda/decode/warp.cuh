@@ -94,7 +94,8 @@ struct Warp {
         float total = sum[n][e];
         for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(kWarp, total, step);
         const int column = n * 8 + (lane & 3) * 2 + e;
-        if (g == 0) states[column] = make_float2(max[n][e], total);
+        // NaN scores alone leave no maximum: without one the part would count as empty.
+        if (g == 0) states[column] = make_float2(isnan(total) ? 0.f : max[n][e], total);
         float* to = sums + column * (kTile.bucket + 4) + g;
 #pragma unroll
         for (int d = 0; d < kD; ++d) {
