@@ -204,6 +204,29 @@ def test_rows_of_no_sequence(dtype: torch.dtype, device: str):
             assert torch.equal((tensor != 0).any(-1).all(-1).cpu(), used)
 
 
+@pytest.mark.parametrize("start", [127, 128, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_first_sequence_starts_behind_many_rows(dtype: torch.dtype, start: int, device: str):
+    """More rows than a tile before the first sequence: nothing comes from them, and they get nothing."""
+    cu = torch.tensor([0, 190, 190, 400], dtype=torch.int32, device=device)
+    inputs = [torch.randn(start + 400, 2, 64, device=device, dtype=dtype) for _ in range(4)]
+    for x in inputs:
+        x[:start] = math.nan
+
+    def run(first: int, at: torch.Tensor, deterministic: bool) -> dict[str, torch.Tensor]:
+        *leaves, grad = (x[first:].clone().requires_grad_() for x in inputs)
+        with poisoned(device):
+            out, lse = varlen(*leaves, at, at, 400, 400, deterministic=deterministic)
+            gradients = torch.autograd.grad(out, leaves, grad)
+        return dict(zip(("lse", "out", "dquery", "dkey", "dvalue"), (lse.detach().t(), out.detach(), *gradients), strict=True))
+
+    for deterministic in (False, True):
+        alone, behind = run(start, cu, deterministic), run(0, cu + start, deterministic)
+        for name, tensor in behind.items():
+            torch.testing.assert_close(tensor[start:], alone[name], rtol=2e-2, atol=1e-2)
+            assert (tensor[:start] == (-math.inf if name == "lse" else 0)).all(), name
+
+
 def test_max_seqlen_as_a_tensor(device: str):
     """V6: torch reads a 0-d integer tensor as the number it holds (on a GPU that waits for it: pass an int there)."""
     query = torch.randn(8, 2, 8, device=device)

@@ -105,7 +105,7 @@ __device__ __forceinline__ bool decode(const BackwardArguments& p, int index, Ba
     const int key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
     keys = min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, keys);
     piece -= key_start / kKeys + batch;
-    if (piece * kKeys >= keys) return false;
+    if (piece < 0 || piece * kKeys >= keys) return false;  // piece < 0: before the first sequence
     const int start = min(max(p.cu_seqlens_q[batch], 0), p.total_rows);
     rows = max(min(min(p.cu_seqlens_q[batch + 1], p.total_rows) - start, rows), 0);
     ptx::store_shared(slot.sequence(), make_uint4(rows, keys, kWrap - keys, key_start + keys));

@@ -104,7 +104,7 @@ __device__ __forceinline__ bool decode(const ForwardArguments& p, int index, Slo
     const int start = min(max(p.cu_seqlens_q[batch], 0), p.total_rows);
     rows = min(min(p.cu_seqlens_q[batch + 1], p.total_rows) - start, rows);
     piece -= start / kRows + batch;
-    if (piece * kRows >= rows) return false;
+    if (piece < 0 || piece * kRows >= rows) return false;  // piece < 0: before the first sequence
     const int key_start = min(max(p.cu_seqlens_k[batch], 0), p.total_keys);
     keys = max(min(min(p.cu_seqlens_k[batch + 1], p.total_keys) - key_start, keys), 0);
     ptx::store_shared(slot.sequence(), make_uint4(rows, keys, kWrap - rows, start + rows));
