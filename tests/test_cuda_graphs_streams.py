@@ -134,6 +134,33 @@ def test_side_stream(cuda: str):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_beside_a_kernel_that_stays(head_dim: int, right: int | None, cuda: str):
+    """A multiprocessor that other work keeps costs its share, not the time until that work ends: no block waits for one that cannot
+    start. (Communication beside training keeps some; a green context or another process may keep them for good.)"""
+    leaves = [torch.randn(16, 8, 2048, head_dim, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    grad = torch.randn_like(leaves[0])
+
+    def both() -> list[torch.Tensor]:
+        out, _ = forward(*leaves, window_right=right)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    expected = both()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+    results = both()
+    torch.cuda.current_stream().synchronize()
+    assert not stream.query()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_no_synchronisation(cuda: str):
     """Nothing in forward or backward waits for the device, packed lengths included."""
     inputs, leaves = leaves_of(CAPTURED[-1], cuda)

@@ -163,8 +163,10 @@ struct Launches {
     encode_map(&main.dkey, g.dkey, p.head_dim, true, 16);
     encode_map(&main.dvalue, g.dvalue, p.value_dim, true, 16);
     if (encode_map.error != cudaSuccess) return encode_map.error;
-    return launch_backward<T>(plan.variant, capped, main, static_cast<unsigned>(std::min<int64_t>(plan.blocks, main.tiles)),
-                              stream);
+    const int blocks = static_cast<int>(std::min<int64_t>(plan.blocks, main.tiles));
+    // Where tiles wait for slices that takers of others clear, no tile may be a block's before it runs: other work may have its place.
+    main.given = main.cleared == nullptr ? blocks : 0;
+    return launch_backward<T>(plan.variant, capped, main, static_cast<unsigned>(blocks), stream);
   }
 
   template <class T>

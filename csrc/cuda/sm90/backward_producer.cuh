@@ -24,7 +24,7 @@ struct BackwardProducer {
   __device__ __forceinline__ BackwardSlot slot_at(int stage) const { return {base + C::kWorkAt + C::kWorkBytes * stage}; }
 
   // Takes a tile from the grid.
-  __device__ __forceinline__ int claim() const { return static_cast<int>(atomicAdd(p.counter, 1u)) + gridDim.x; }
+  __device__ __forceinline__ int claim() const { return static_cast<int>(atomicAdd(p.counter, 1u)) + p.given; }
 
   // Tells the others about tile `next`, or the first after it that is not idle; false: that there is none.
   __device__ __forceinline__ bool announce(int next) {
@@ -131,7 +131,7 @@ struct BackwardProducer {
 
   __device__ __forceinline__ void run() {
     int current = 0;
-    bool more = announce(blockIdx.x);
+    bool more = announce(p.given > 0 ? static_cast<int>(blockIdx.x) : claim());
     if (more) load_key(slot_at(current));
     if (C::kValueStages > 1 && more) load_value(slot_at(current));
     ptx::wait_kernel_before();  // the statistics, and through them the sums

@@ -38,7 +38,8 @@ struct BackwardArguments {
   int tiles;          // key_tiles * planes
   int planes;         // dense batch * kv_heads, packed kv_heads
   int section;        // planes handed out together, so that their Q, dO and dQ stay in L2; 0: one plane after the other
-  unsigned* counter;  // next tile, finished blocks: zero on entry and on exit
+  int given;          // first tiles that blocks have without asking: one each, or 0
+  unsigned* counter;  // next tile but those, finished blocks: zero on entry and on exit
 };
 
 // Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.
