@@ -64,6 +64,7 @@ cudaError_t query(int index, problem::Device* device) {
 
 Error sentence(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // reported here: left behind, the next launch of somebody else would report it once more
   thread_local char text[512];
   std::snprintf(text, sizeof text, "%s: %s (%s).", what, cudaGetErrorString(error), cudaGetErrorName(error));
   return text;
