@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -187,6 +189,30 @@ def test_tensors_of_another_device(cuda: str):
         assert second.device.index == 1
         assert torch.equal(first.cpu(), second.cpu())
     assert torch.cuda.current_device() == 0
+
+
+def test_two_devices_at_once(cuda: str):
+    """A thread for each: what is kept per device or stream (counters, tickets, kernel attributes, contexts) is not mixed up."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cases = (Case("", rows=300, right=0), Case("", batch=1, heads=8, kv_heads=2, rows=1, keys=8192, head_dim=128))
+    results: list[list[torch.Tensor]] = [[], []]
+
+    def run(index: int) -> None:
+        for case in cases:
+            inputs, leaves = leaves_of(case, f"cuda:{index}")
+            for _ in range(20):
+                results[index] += both_ways(case, inputs, leaves)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results[0]) == 20 * 5 * len(cases)
+    for first, second in zip(*results, strict=True):
+        assert second.device.index == 1
+        assert torch.equal(first.cpu(), second.cpu())
 
 
 def test_mixed_devices_are_refused(cuda: str):
