@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_preference_outlives_an_inner_context():
             assert torch._C._get_sdp_priority_order() == [flash, *(backend for backend in before if backend != flash)]
         flash_attn_ext.deactivate()
         assert torch._C._get_sdp_priority_order() == before and current_flash_attention_impl() is None
+
+
+def test_threads_may_switch():
+    """The operator behind the overrides runs without Python's lock."""
+
+    def switch() -> None:
+        for _ in range(300):
+            for on in (True, False):
+                torch.ops.flash.override_sdpa("CPU", on)
+
+    threads = [threading.Thread(target=switch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize("name", list(_takeover._KNOWN))

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <map>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -172,8 +173,10 @@ void override(torch::Library& library, const char* name, c10::DispatchKey key, O
   library.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Override>(ours, std::move(theirs))));
 }
 
-// key: a device's. While on, torch's flash backend is this library on that device.
+// key: a device's. While on, torch's flash backend is this library on that device. Python calls operators without its lock.
 void override_sdpa(std::string_view key, bool on) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   static auto& libraries =
       *new std::map<c10::DispatchKey, std::unique_ptr<torch::Library>>;  // never destroyed: outlives torch's
   const c10::DispatchKey device = c10::parseDispatchKey(std::string(key));
