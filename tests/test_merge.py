@@ -54,6 +54,22 @@ def test_garbage_of_an_empty_part_is_not_used(device: str):
     assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
 
 
+def test_nan_of_a_part_that_hardly_weighs_stays(device: str):
+    """As 0 * NaN of plain attention: only a part that saw nothing is dropped."""
+    nan, one = torch.full((2, 8), math.nan, device=device), torch.ones(2, 8, device=device)
+    low, high = torch.zeros(2, device=device), torch.full((2,), 200.0, device=device)
+    for pair in ((nan, low, one, high), (one, high, nan, low)):
+        out, lse = merge(*pair)
+        assert out.isnan().all() and torch.equal(lse, high)
+
+    key = torch.zeros(1, 1, 4096, 64, device=device)  # so many that the CUDA kernels split them for so few rows
+    key[:, :, -1] = 1e3
+    value = torch.randn_like(key)
+    value[:, :, 0, 5] = math.nan
+    out, _ = forward(torch.ones(1, 1, 64, 64, device=device), key, value)
+    assert out[..., 5].isnan().all() and out[..., :5].isfinite().all() and out[..., 6:].isfinite().all()
+
+
 def test_order_and_extremes(device: str):
     """Commutative to the bit, and no overflow where the parts differ by hundreds."""
     out_a, out_b = torch.randn(2, 1, 2, 50, 16, device=device)

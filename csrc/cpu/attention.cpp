@@ -133,13 +133,14 @@ void merge_as(int64_t count, int64_t dim, const void* out_a, const void* lse_a, 
   constexpr int64_t kRows = 64;
   for_each(executor, ceil_div(count, kRows), 0, [&](int64_t task, void*) {
     for (int64_t i = task * kRows; i < std::min(count, (task + 1) * kRows); ++i) {
-      const auto m = problem::merge(static_cast<const Real*>(lse_a)[i], static_cast<const Real*>(lse_b)[i]);
+      const Real of_a = static_cast<const Real*>(lse_a)[i], of_b = static_cast<const Real*>(lse_b)[i];
+      const auto m = problem::merge(of_a, of_b);
       const T* a = static_cast<const T*>(out_a) + i * dim;
       const T* b = static_cast<const T*>(out_b) + i * dim;
       T* to = static_cast<T*>(out) + i * dim;
-      for (int64_t d = 0; d < dim; ++d) {  // a weight of 0 takes nothing, not even NaN: that part saw no keys
-        const Real x = m.a == 0 ? Real(0) : m.a * widen(a[d]);
-        const Real y = m.b == 0 ? Real(0) : m.b * widen(b[d]);
+      for (int64_t d = 0; d < dim; ++d) {  // nothing of a part that saw no keys, not even NaN
+        const Real x = of_a == -Real(INFINITY) ? Real(0) : m.a * widen(a[d]);
+        const Real y = of_b == -Real(INFINITY) ? Real(0) : m.b * widen(b[d]);
         narrow(x + y, &to[d]);
       }
       static_cast<Real*>(lse)[i] = m.lse;

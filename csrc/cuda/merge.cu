@@ -34,10 +34,10 @@ __device__ __forceinline__ void store(__nv_bfloat16* to, float x) { *to = __floa
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 __device__ __forceinline__ void store(double* to, double x) { *to = x; }
 
-// An empty part has weight 0 and is dropped, whatever it holds.
+// An empty part is dropped, whatever it holds. One whose weight is merely too small for a number is not: NaN stays NaN.
 template <class Real>
-__device__ __forceinline__ Real weigh(Real weight, Real x) {
-  return weight == Real(0) ? Real(0) : weight * x;
+__device__ __forceinline__ Real weigh(Real weight, Real lse, Real x) {
+  return lse == -Real(INFINITY) ? Real(0) : weight * x;
 }
 
 template <class Element, class Real>
@@ -46,9 +46,10 @@ __global__ void __launch_bounds__(kThreads)
                  const Real* lse_b, Element* out, Real* lse) {
   const int lane = threadIdx.x % 32;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < count; row += int64_t{gridDim.x} * kWarps) {
-    const problem::Merge<Real> weight = problem::merge(lse_a[row], lse_b[row]);
+    const Real of_a = lse_a[row], of_b = lse_b[row];
+    const problem::Merge<Real> weight = problem::merge(of_a, of_b);
     for (int64_t i = row * value_dim + lane; i < (row + 1) * value_dim; i += 32)
-      store(out + i, weigh(weight.a, Real(widen(out_a[i]))) + weigh(weight.b, Real(widen(out_b[i]))));
+      store(out + i, weigh(weight.a, of_a, Real(widen(out_a[i]))) + weigh(weight.b, of_b, Real(widen(out_b[i]))));
     if (lane == 0) lse[row] = weight.lse;
   }
 }
@@ -72,8 +73,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int split = 0; split < splits; ++split) {
       const int64_t part = split * lse_count + at;
       const float x = inside ? part_out[part * p.value_dim + column] : 0.f;
-      const problem::Merge<float> weight = problem::merge(lse, part_lse[part]);
-      value = weigh(weight.a, value) + weigh(weight.b, x);
+      const float of_part = part_lse[part];
+      const problem::Merge<float> weight = problem::merge(lse, of_part);
+      value = weigh(weight.a, lse, value) + weigh(weight.b, of_part, x);
       lse = weight.lse;
     }
     if (inside)
