@@ -208,6 +208,14 @@ TEST(Plan, TheHopperBackwardTakesWhatItCan) {
   shifted.dkey.data = reinterpret_cast<void*>(0x7002);
   EXPECT_EQ(plan(p, &shifted, device, Choice::kAny).family, Family::kSm80);
   EXPECT_EQ(plan(p, &shifted, device, Choice::kSm90).family, Family::kNone);
+
+  Problem half = problem(DType::kFloat16, 512, 1024, 128);
+  half.scale = 1e-8;
+  const Gradients of_half = gradients(half);
+  EXPECT_EQ(plan(half, &of_half, device, Choice::kAny).family, Family::kSm80) << "its statistics would not fit float16";
+  EXPECT_EQ(plan(half, nullptr, device, Choice::kSm90).family, Family::kSm90) << "forward has none";
+  half.dtype = DType::kBFloat16;
+  EXPECT_EQ(plan(half, &of_half, device, Choice::kAny).family, Family::kSm90);
 }
 
 TEST(Plan, RefusesInWords) {

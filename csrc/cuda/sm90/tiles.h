@@ -156,6 +156,9 @@ constexpr int backward_variant(const problem::Problem& p, const problem::Gradien
 // Why a backward call goes to sm80/, as the end of a sentence; null if the Hopper backward takes it.
 inline const char* backward_refusal(const problem::Problem& p, const problem::Gradients& g) {
   if (const char* refusal = forward_refusal(p); refusal != nullptr) return refusal;
+  // lse / scale joins the products as a sum of numbers of the element type (backward_prepare.cuh): in float16 it ends at 2^32.
+  if (p.dtype == problem::DType::kFloat16 && p.softcap == 0 && p.scale < 1e-6)
+    return "they take float16 with a scale from 1e-6 on";
   if (g.deterministic && p.softcap > 0) return "they have no deterministic gradients with softcap";
   const auto written = [&](const problem::Array& a, int64_t heads) { return a.data == nullptr || addressable(p, a, heads); };
   if (!addressable(p, g.dout, p.heads) || !written(g.dquery, p.heads) || !written(g.dkey, p.kv_heads) ||
