@@ -71,7 +71,8 @@ void choose_cluster(Plan& plan, const Decode& d, int64_t planes, int64_t chunks)
 void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t planes, int64_t chunks) {
   const decode::Tile& tile = decode::kTiles[plan.variant];
   const int64_t multiprocessors = device.multiprocessors, keys = chunks * tile.keys;
-  if (device.sm90 && planes <= 16) {
+  // A GPU cut down by MIG or MPS may have no room for a cluster (CUDA C++ Programming Guide, thread block clusters).
+  if (device.sm90 && planes <= 16 && multiprocessors >= 2 * decode::kLargestCluster) {
     choose_cluster(plan, d, planes, chunks);
     if (plan.cluster > 1) return;
   }

@@ -68,6 +68,13 @@ TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   const Plan ampere = plan_decode(decode(1, 8192, 32, 8, 128), device(8));
   EXPECT_EQ(ampere.cluster, 1);
   EXPECT_EQ(ampere.splits, 108 / 8);
+  Device slice = device(9);
+  slice.multiprocessors = 16;
+  EXPECT_EQ(plan_decode(decode(1, 8192, 32, 8, 128), slice).cluster, 8) << "the smallest that MIG makes of a Hopper GPU";
+  slice.multiprocessors = 14;
+  const Plan cut = plan_decode(decode(1, 8192, 8, 1, 128), slice);
+  EXPECT_EQ(cut.cluster, 1) << "no room for clusters";
+  EXPECT_EQ(cut.splits, 14);
 }
 
 TEST(DecodePlan, CutsUnknownLengthsIntoUnits) {
