@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = ptx::shared_address(shared);
   const BackwardBarriers<C> barriers{base + C::kBarriersAt};
+  const BackwardSlot first_slot{base + C::kWorkAt};
   if (threadIdx.x < 16) {  // 8 rows of factors, which serve all rows, then 8 rows of zeros
     ptx::store_shared(base + C::kOnesAt + 16 * threadIdx.x,
                       threadIdx.x < 8 ? Terms<typename C::T>::factors() : make_uint4(0, 0, 0, 0));
@@ -43,12 +44,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     ptx::prefetch_map(&p.value);
     ptx::prefetch_map(&p.gradient);
     barriers.init(p.cleared != nullptr);
+    ptx::store_shared(first_slot.begin(), p.given > 0 ? blockIdx.x : atomicAdd(p.counter, 1u));
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::give_registers<C::kProducerRegisters>();
-    if (threadIdx.x == 0) BackwardProducer<C>{p, base, barriers}.run();
+    // By way of a uniform register: a first tile of its own makes the producer spill 16 bytes more at dim 64.
+    const int first = ptx::uniform(static_cast<int>(ptx::load_shared_volatile(first_slot.begin())));
+    if (threadIdx.x == 0) BackwardProducer<C>{p, base, barriers}.run(first);
     if (threadIdx.x == 32 && p.cleared != nullptr) BackwardCleaner<C>{p, base, barriers}.run();
   } else if (C::kSums && warpgroup == 3) {
     ptx::give_registers<C::kQueryRegisters>();

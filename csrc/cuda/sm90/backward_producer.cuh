@@ -129,9 +129,10 @@ struct BackwardProducer {
     return true;
   }
 
-  __device__ __forceinline__ void run() {
+  // first: the tile to begin with.
+  __device__ __forceinline__ void run(int first) {
     int current = 0;
-    bool more = announce(p.given > 0 ? static_cast<int>(blockIdx.x) : claim());
+    bool more = announce(first);
     if (more) load_key(slot_at(current));
     if (C::kValueStages > 1 && more) load_value(slot_at(current));
     ptx::wait_kernel_before();  // the statistics, and through them the sums

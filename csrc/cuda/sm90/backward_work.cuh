@@ -93,6 +93,8 @@ struct BackwardSlot {
   __device__ __forceinline__ uint32_t source() const { return at + 32; }
   // Whether there is a tile; else the work is done.
   __device__ __forceinline__ uint32_t index() const { return at + 48; }
+  // Of the first slot: the first tile of the block.
+  __device__ __forceinline__ uint32_t begin() const { return at + 52; }
 };
 
 // Describes tile `index` in `slot`; false if the index is idle (packed sequences leave gaps).
