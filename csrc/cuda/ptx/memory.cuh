@@ -35,6 +35,10 @@ __device__ __forceinline__ int load_shared_volatile(uint32_t address) {
   return value;
 }
 
+// red.shared.or.b32
+__device__ __forceinline__ void or_shared(uint32_t address, uint32_t bits) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 // ld.acquire.gpu.global.u32
 __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
   unsigned value;

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/sm90/forward_work.cuh"
 #include "cuda/sm90/ring.cuh"
 #include "cuda/sm90/tiles.h"
 
@@ -24,7 +25,8 @@ struct ForwardConfig {
   static constexpr bool kHalves = kTile.halves;   // half of the exponentials before P V of the block before is waited for
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kProducerRegisters = kTile.producer_registers, kConsumerRegisters = kTile.consumer_registers;
-  static constexpr bool kEarly = kQueries > 1;  // Q of the next tile is loaded while this one's is in use
+  static constexpr bool kStream = kTile.stream;  // each warpgroup has tiles of its own
+  static constexpr bool kEarly = kQueries > 1;   // Q of the next tile is loaded while this one's is in use
 
   // Blocks of which one warpgroup may see nothing while another does. Those at the end of a tile and at the start of the next are
   // passed over while a V is still in use: more stages than that, or the producer waits for it for ever.
@@ -44,6 +46,13 @@ struct ForwardConfig {
   static constexpr uint32_t kWorkAt = kOutputAt + 4 * kGroups * kOutputs * kOutputPanel;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr uint32_t kSharedBytes = kBarriersAt + 8 * (2 * kQueries * kParts + 4 * kStages + 2 * kSlots + 2);
+
+  // Rows of a tile that lie before those of a warpgroup.
+  static __device__ __forceinline__ int rows_before(int group) { return 64 * group; }
+  // The sums of the tile in a slot overflowed: it has to be done again. By one thread of a warp.
+  static __device__ __forceinline__ void note_overflow(uint32_t /*base*/, Slot slot) {
+    ptx::store_shared(slot.overflowed(), 1u);
+  }
 };
 
 // Full: 1 arrival (the producer, the scheduler) and its bytes. Empty: 1 arrival per consumer warp that reads it (of Q: its part); for a

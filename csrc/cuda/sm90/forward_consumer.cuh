@@ -71,8 +71,8 @@ struct Consumer : ForwardWorker<C> {
     const uint4 sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y);
     const int diagonal = p.bottom_right ? keys - rows : 0;
-    mask(score, row + group * 64 + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left, p.right, keys,
-         hidden);
+    mask(score, row + C::rows_before(group) + warp * 16 + lane / 4 + diagonal, block * C::kKeys + (lane & 3) * 2, p.left,
+         p.right, keys, hidden);
   }
 
   __device__ __forceinline__ void add(const float (&sum)[2][2]) {
@@ -87,7 +87,7 @@ struct Consumer : ForwardWorker<C> {
   // Probabilities of the first block of a tile: its row maxima become the reference of the whole tile.
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
     // The whole stage twice: ptxas serialises products around a branch within it (C7514).
-    p.edges ? first_softmax<true>(tile) : first_softmax<false>(tile);
+    C::kStream || p.edges ? first_softmax<true>(tile) : first_softmax<false>(tile);
   }
   template <bool kMask>
   __device__ __forceinline__ void first_softmax(const Tile& tile) {
@@ -148,8 +148,9 @@ struct Consumer : ForwardWorker<C> {
   __device__ __forceinline__ Walk plan_walk(const Tile& tile) {
     const uint4 place = ptx::load_shared_16(tile.slot.place()), sequence = ptx::load_shared_16(tile.slot.sequence());
     const int rows = static_cast<int>(sequence.x), keys = static_cast<int>(sequence.y), first = static_cast<int>(place.z);
-    const int top = static_cast<int>(place.x) + group * 64 + (p.bottom_right ? keys - rows : 0);  // first row, on the key axis
-    const int exact_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;  // that row has seen key exact_end * kKeys
+    const int diagonal = p.bottom_right ? keys - rows : 0;
+    const int top = static_cast<int>(place.x) + C::rows_before(group) + diagonal;  // first row, on the key axis
+    const int exact_end = max(min(top + p.right, keys - 1), 0) / C::kKeys;         // that row has seen key exact_end * kKeys
     const int unmasked_end = oldest_unmasked<C::kKeys>(p, top);
     const bool safe = ptx::load_shared_volatile(tile.slot.safe()) != 0;
     const int last = static_cast<int>(place.w) - tile.ahead;
@@ -171,11 +172,11 @@ struct Consumer : ForwardWorker<C> {
     const Finished finished{ptx::load_shared_16(tile.slot.place()), ptx::load_shared_16(tile.slot.sequence()),
                             ptx::load_shared_16(tile.slot.fate())};
     const auto settle = [&](bool overflowed) {
-      if (overflowed && lane == 0) ptx::store_shared(tile.slot.overflowed(), 1u);
+      if (overflowed && lane == 0) C::note_overflow(base, tile.slot);
       release_work(tile);
     };
     const uint32_t staging = base + C::kOutputAt + (group * 4 + warp) * C::kOutputs * C::kOutputPanel;
-    store_rows<C>(p, finished, group * 64 + warp * 16, lane, settle, staging, state, output);
+    store_rows<C>(p, finished, C::rows_before(group) + warp * 16, lane, settle, staging, state, output);
     clear();
   }
 

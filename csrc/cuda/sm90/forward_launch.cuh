@@ -16,7 +16,7 @@ cudaError_t launch_forward(const ForwardArguments& arguments, unsigned blocks, c
 // The instance for a variant chosen at run time.
 template <class T>
 cudaError_t launch_forward(int variant, bool capped, const ForwardArguments& arguments, unsigned blocks, cudaStream_t stream) {
-  static_assert(kForwardVariants == 5);
+  static_assert(kForwardVariants == 7);  // 5 and 6: forward_stream_launch.cuh
   switch (variant * 2 + capped) {
     case 0:
       return launch_forward<T, 0, false>(arguments, blocks, stream);

@@ -69,6 +69,7 @@ struct Slot {
   __device__ __forceinline__ uint32_t head() const { return at + 4; }
   __device__ __forceinline__ uint32_t last() const { return at + 12; }
   __device__ __forceinline__ uint32_t overflowed() const { return at + 32; }
+  __device__ __forceinline__ uint32_t number() const { return at + 32; }  // in a stream instead: of the block's tiles
   __device__ __forceinline__ uint32_t kind() const { return at + 36; }
   __device__ __forceinline__ uint32_t safe() const { return at + 40; }
 };

@@ -18,6 +18,7 @@ struct ForwardTile {
   bool turns;      // ping-pong: warpgroups take turns at issuing products
   bool halves;     // half of the exponentials run while P V of the block before does
   int producer_registers, consumer_registers;
+  bool stream = false;  // warpgroups at different places of their tiles (forward_stream.h)
 };
 
 // Measured on an H200, 16k tokens, heads * dim = 2048.
@@ -37,14 +38,17 @@ inline constexpr ForwardTile kForwardTiles[] = {
     // softmax, output, instructions that come once a tile); here a third warpgroup computes meanwhile, and 64 keys waste less at both
     // edges: windows of 256, 1024, 2048, 4096 keys +7, +5, +3, 0 %; without a window -2 to +2 %. All exponentials in one go 0.
     {128, 3, 64, 4, 1, 2, false, true, 32, 160},
+    // 5, 6: windows of 0 and 4 in long sequences, where the change of a tile takes a tenth to a sixth of the time.
+    {64, 4, 64, 8, 2, 1, false, false, 32, 112, true},
+    {128, 3, 64, 4, 1, 2, false, true, 32, 160, true},
 };
 inline constexpr int kForwardVariants = sizeof(kForwardTiles) / sizeof(ForwardTile);
 
 constexpr int rows_of(const ForwardTile& tile) { return 64 * tile.warpgroups; }
 
 // Parts in which Q is loaded. With one buffer, each warpgroup gets its rows as soon as it has done with those before: together they
-// would wait for each other, and then both for Q.
-constexpr int query_parts(const ForwardTile& tile) { return tile.queries > 1 ? 1 : tile.warpgroups; }
+// would wait for each other, and then both for Q. In a stream they do not come together.
+constexpr int query_parts(const ForwardTile& tile) { return tile.queries > 1 && !tile.stream ? 1 : tile.warpgroups; }
 
 // Index into kForwardTiles for a call that fits, -1 if the head dims do not.
 constexpr int forward_variant(const problem::Problem& p) {

@@ -1,0 +1,9 @@
+// Forward, 16-bit elements, head dims up to 64, windows of long sequences.
+#include "cuda/sm90/forward_stream_instance.cuh"
+
+namespace flash::sm90 {
+
+template cudaError_t launch_stream<__nv_bfloat16, 5>(const StreamArguments&, cudaStream_t);
+template cudaError_t launch_stream<__half, 5>(const StreamArguments&, cudaStream_t);
+
+}  // namespace flash::sm90
