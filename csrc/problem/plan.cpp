@@ -140,13 +140,20 @@ Plan forward_sm90(const Problem& p, const Device& device) {
   Plan plan;
   plan.family = Family::kSm90;
   plan.variant = sm90::forward_variant(p);
+  const int stream = sm90::stream_variant(p, plan.variant, device.multiprocessors);
+  if (stream >= 0) plan.variant = stream;
   const sm90::ForwardTile& row = sm90::kForwardTiles[plan.variant];
   plan.head_dim = row.bucket;
   plan.plain = true;
   plan.tile_rows = sm90::rows_of(row);
   plan.tile_keys = row.keys;
   plan.load_bytes = plan.store_bytes = 16;
-  plan.blocks = std::min<int64_t>(sm90::forward_tiles(p, plan.variant), device.multiprocessors);
+  if (row.stream) {
+    const sm90::Stream order = sm90::stream_of(p, row, device.multiprocessors);
+    plan.blocks = int64_t{order.teams} * order.passes;
+  } else {
+    plan.blocks = std::min<int64_t>(sm90::forward_tiles(p, plan.variant), device.multiprocessors);
+  }
   plan.workspace_bytes = sm90::kForwardWorkspace;
   return plan;
 }

@@ -5,6 +5,7 @@
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_arguments.h"
 #include "cuda/sm90/forward_launch.cuh"
+#include "cuda/sm90/forward_stream_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "problem/softmax.h"
 
@@ -61,6 +62,11 @@ cudaError_t forward(const Problem& p, const problem::Plan& plan, void* workspace
   const bool capped = p.softcap > 0;
   arguments.scale_log2 = static_cast<float>((capped ? p.softcap : p.scale) * problem::Softmax<double>::kLog2e);
   arguments.cap_scale = capped ? static_cast<float>(p.scale / p.softcap) : 0.f;
+  if (tile.stream) {
+    const StreamArguments streamed{arguments, stream_of(p, tile, plan.blocks)};
+    return p.dtype == problem::DType::kFloat16 ? launch_stream<__half>(plan.variant, streamed, stream)
+                                               : launch_stream<__nv_bfloat16>(plan.variant, streamed, stream);
+  }
   if (const cudaError_t error = counters(stream, workspace, &arguments.counter); error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(plan.blocks);
   return p.dtype == problem::DType::kFloat16 ? launch_forward<__half>(plan.variant, capped, arguments, blocks, stream)

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cuda/sm90/forward_stream.h"
 #include "problem/problem.h"
 
 namespace flash::sm90 {
@@ -101,6 +102,22 @@ inline const char* forward_refusal(const problem::Problem& p) {
 inline int64_t forward_tiles(const problem::Problem& p, int variant) {
   const int64_t rows = rows_of(kForwardTiles[variant]);
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
+}
+
+// The order of a call's bands in a stream on `blocks` blocks; 0 teams where it has none.
+inline Stream stream_of(const problem::Problem& p, const ForwardTile& tile, int64_t blocks) {
+  if (p.packed() || p.left >= problem::kOpen || p.right >= problem::kOpen) return {};
+  const int64_t most = int64_t{1} << 29, least = -most;  // of forward_refusal()
+  const auto fit = [&](int64_t end) { return static_cast<int>(end < least ? least : end > most ? most : end); };
+  return plan_stream(p.batch * p.heads, static_cast<int>(p.rows), static_cast<int>(p.keys),
+                     p.bottom_right ? static_cast<int>(p.keys - p.rows) : 0, fit(p.left), fit(p.right), tile.warpgroups,
+                     static_cast<int>(blocks));
+}
+
+// The row of kForwardTiles that streams a call whose row without streams is `variant`; -1 if none does. Measured on an H200: not yet.
+inline int stream_variant(const problem::Problem& p, int variant, int64_t blocks) {
+  const int stream = variant == 0 ? 5 : variant == 4 ? 6 : -1;
+  return stream >= 0 && p.softcap == 0 && stream_of(p, kForwardTiles[stream], blocks).teams > 0 ? stream : -1;
 }
 
 // A tile is `keys` keys; blocks of `rows` rows are walked.
