@@ -140,6 +140,15 @@ def run_tiles(head_dim: int) -> None:
     torch.ops.flash.attention_forward(query, key, value, window_right=0)
 
 
+def run_stream(head_dim: int) -> None:
+    """Forward of a window long enough to be streamed on 132 multiprocessors, by and by with scores that make tiles be done again."""
+    import torch
+
+    query, key, value = (torch.randn(4, 13, 2330, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    key *= 30 - torch.arange(2330, device="cuda", dtype=torch.bfloat16)[:, None] % 300 / 10
+    torch.ops.flash.attention_forward(query, key, value, window_left=512, window_right=0)
+
+
 def run_small(_) -> None:
     """merge and dropout_mask."""
     import torch
@@ -187,6 +196,7 @@ def inside(seconds: float, only: str, shard: int, shards: int) -> int:
     packed = [(f"packed-{case}", lambda c=case: run_packed(c, torch.bfloat16)) for case in PACKED]
     decode = [(f"decode-{name}", lambda n=name: run_decode(n)) for name in DECODE]
     tiles = [(f"tiles-{dim}", lambda d=dim: run_tiles(d)) for dim in (64, 128, 256)]
+    tiles += [(f"stream-{dim}", lambda d=dim: run_stream(d)) for dim in (64, 128)]
     # After the first pass over types and head dims.
     jobs[19:19] = [*packed, *tiles, ("small", lambda: run_small(None)), *decode]
     jobs = [job for job in jobs if only in job[0]][shard::shards]

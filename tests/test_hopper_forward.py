@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flash_attn_ext
 from cases import Case, make_inputs
 from compare import check, poisoned, run_flash
 
@@ -63,6 +64,69 @@ def test_tiles_that_are_done_again(head_dim: int, dtype: torch.dtype, hopper: py
     key = (key.float() * torch.linspace(30, 1, 700, device="cuda")[:, None]).to(dtype)
     for left, right in WINDOWS:
         assert_as_sm80(hopper, (query, key, value), window_left=left, window_right=right)
+
+
+# rows, keys, window, bottom_right: bands whose last is ragged, windows that end within blocks, keys before and behind the rows, wide ones.
+STREAMS = [
+    (2330, 2330, (512, 0), False),
+    (2368, 2368, (511, 0), False),
+    (2333, 3011, (500, 40), True),
+    (2400, 2390, (600, 5), False),
+    (4100, 4133, (1024, 0), True),
+    (5000, 5000, (700, 300), False),
+    (7700, 7700, (2000, 0), False),
+]
+
+
+def make_streamed(head_dim: int, dtype: torch.dtype, rows: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Enough heads that windows are streamed on 132 multiprocessors: all warpgroups have several tiles, in several heads."""
+    torch.manual_seed(0)
+    query = normal(12, rows, head_dim, dtype, batch=4)
+    return query, normal(6, keys, head_dim, dtype, batch=4), normal(6, keys, head_dim, dtype, batch=4)
+
+
+def is_streamed(inputs: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], bottom_right: bool) -> bool:
+    causal = "bottom_right" if bottom_right else "top_left"
+    options = {"causal": causal, "window": (window[0], None)} if window[1] == 0 else {"window": window}
+    text = flash_attn_ext.explain(*inputs, **options)
+    return "(variant 5)" in text or "(variant 6)" in text
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows,keys,window,bottom_right", STREAMS)
+def test_streams(
+    head_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    window: tuple[int, int],
+    bottom_right: bool,
+    hopper: pytest.MonkeyPatch,
+):
+    """Long windows, in which each warpgroup has tiles of its own: against the other family, and the same bits each time."""
+    inputs = make_streamed(head_dim, dtype, rows, keys)
+    options = {"window_left": window[0], "window_right": window[1], "bottom_right": bottom_right}
+    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132 and window[1] == 0:
+        assert is_streamed(inputs, window, bottom_right)
+    for sinks in (None, torch.randn(12, device="cuda")):
+        assert_as_sm80(hopper, inputs, sinks=sinks, **options)
+    first = torch.ops.flash.attention_forward(*inputs, **options)
+    for _ in range(30):
+        for ours, expected in zip(torch.ops.flash.attention_forward(*inputs, **options), first, strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("largest", [4, 30])
+def test_streams_that_are_done_again(head_dim: int, dtype: torch.dtype, largest: int, hopper: pytest.MonkeyPatch):
+    """Some tiles, or nearly all, at the end of a stream: scores that grow towards the first keys of each stretch of 300."""
+    query, key, value = make_streamed(head_dim, dtype, 2330, 2330)
+    growth = largest - (largest - 1) * (torch.arange(2330, device="cuda") % 300) / 300
+    key = (key.float() * growth[:, None]).to(dtype)
+    assert_as_sm80(hopper, (query, key, value), window_left=512, window_right=0)
+    assert_as_sm80(hopper, (query, key, value), window_left=600, window_right=30)
 
 
 @pytest.mark.slow

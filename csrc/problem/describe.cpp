@@ -124,6 +124,8 @@ std::string describe_sm90(const Problem& p, const Gradients* g, const Device& de
                     : sm90::groups_of(sm90::kBackwardTiles[plan.variant]) + (sm90::kBackwardTiles[plan.variant].sums ? 1 : 0));
   line(text, "%lld blocks on %d multiprocessors share %lld tiles.", Long{plan.blocks}, device.multiprocessors,
        Long{g == nullptr ? sm90::forward_tiles(p, plan.variant) : sm90::backward_tiles(p, plan.variant)});
+  if (g == nullptr && sm90::kForwardTiles[plan.variant].stream)
+    line(text, "Each warpgroup has tiles of its own, past one stream of keys.");
   line(text, "The keys are not split.");
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
   if (g != nullptr && sm90::backward_slab(p, *g) < p.kv_heads)

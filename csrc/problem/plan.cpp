@@ -145,12 +145,12 @@ Plan forward_sm90(const Problem& p, const Device& device) {
   const sm90::ForwardTile& row = sm90::kForwardTiles[plan.variant];
   plan.head_dim = row.bucket;
   plan.plain = true;
-  plan.tile_rows = sm90::rows_of(row);
+  plan.tile_rows = row.stream ? sm90::kBand : sm90::rows_of(row);
   plan.tile_keys = row.keys;
   plan.load_bytes = plan.store_bytes = 16;
   if (row.stream) {
     const sm90::Stream order = sm90::stream_of(p, row, device.multiprocessors);
-    plan.blocks = int64_t{order.teams} * order.passes;
+    plan.blocks = int64_t{order.teams} * order.lag;
   } else {
     plan.blocks = std::min<int64_t>(sm90::forward_tiles(p, plan.variant), device.multiprocessors);
   }

@@ -14,7 +14,7 @@ namespace {
 
 void expect_complete(const Stream& stream, int planes) {
   std::set<std::pair<int, int>> bands;
-  for (int block = 0; block < stream.teams * stream.passes; ++block) {
+  for (int block = 0; block < stream.teams * stream.lag; ++block) {
     Walks walks(stream, block);
     Stretch stretch;
     int number = 0, elements = 0;
@@ -45,7 +45,7 @@ void expect_complete(const Stream& stream, int planes) {
 
 TEST(Stream, CoversEveryBandOnce) {
   int streams = 0;
-  for (const int groups : {3, 4})
+  for (const auto& [groups, stages] : {std::pair{3, 4}, {4, 8}})
     for (const int rows : {2048, 3000, 5000, 16384})
       for (const int more : {-100, 0, 1, 64, 777})
         for (const bool bottom_right : {false, true})
@@ -53,13 +53,14 @@ TEST(Stream, CoversEveryBandOnce) {
                {std::pair{1024, 0}, {1023, 0}, {512, 0}, {700, 100}, {511, 511}, {2000, 0}, {2500, 3}})
             for (const auto& [planes, blocks] : {std::pair{5, 9}, {7, 40}, {32, 132}, {90, 132}}) {
               const int keys = rows + more, diagonal = bottom_right ? more : 0;
-              const Stream stream = plan_stream(planes, rows, keys, diagonal, left, right, groups, blocks);
+              const Stream stream = plan_stream(planes, rows, keys, diagonal, left, right, groups, stages, blocks);
               if (stream.teams == 0) continue;
               ++streams;
-              ASSERT_LE(stream.teams * stream.passes, blocks);
+              ASSERT_LE(stream.teams * stream.lag, blocks);
               // What the launch computes again from the plan.
-              const Stream again = plan_stream(planes, rows, keys, diagonal, left, right, groups, stream.teams * stream.passes);
-              ASSERT_TRUE(again.teams == stream.teams && again.passes == stream.passes && again.lag == stream.lag);
+              const Stream again =
+                  plan_stream(planes, rows, keys, diagonal, left, right, groups, stages, stream.teams * stream.lag);
+              ASSERT_TRUE(again.teams == stream.teams && again.lag == stream.lag);
               ASSERT_NO_FATAL_FAILURE(expect_complete(stream, planes)) << rows << " " << keys << " " << left << " " << right;
             }
   EXPECT_GT(streams, 200);

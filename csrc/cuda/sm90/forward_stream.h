@@ -10,8 +10,8 @@
 //   group 1    ---]          [-------- band 36 -------]          [-------- band 24 -------]
 //   group 0    -- band 44 ---]          [-------- band 32 -------]          [-------- band 20
 //
-// The bands of a walk are offset + lag * group + period * m. `passes` walks with different offsets cover all bands; so many blocks of
-// the grid, a team, make them side by side, so that the keys come from DRAM once. Teams share out the bands of all planes alike.
+// The bands of a walk are offset + lag * group + period * m. `lag` walks with different offsets cover all bands; so many blocks of the
+// grid, a team, make them side by side, so that the keys come from DRAM once. Teams share out the bands of all planes alike.
 #pragma once
 #include <cstdint>
 
@@ -30,10 +30,10 @@ struct Blocks {
 struct Stream {
   int rows, keys, diagonal, left, right;  // row i sees keys [i + diagonal - left, i + diagonal + right], at least one
   int bands;                              // of a plane
-  int groups, lag, passes, teams;         // lag divides passes; teams 0: not in this order
+  int groups, lag, teams;                 // lag: bands between warpgroups, blocks of a team; teams 0: not in this order
   int share, longer;                      // bands of a team; teams that have one more
 
-  FLASH_HD int period() const { return groups * passes; }
+  FLASH_HD int period() const { return groups * lag; }
 
   FLASH_HD Blocks blocks(int band) const {
     const int row = band * kBand, end = row + kBand < rows ? row + kBand : rows;
@@ -51,10 +51,8 @@ struct Stretch {
 // What a block of the grid does: stretches of the planes in which its team has a share.
 class Walks {
  public:
-  FLASH_HD Walks(const Stream& stream, int block)
-      : stream_(stream),
-        offset_(block % stream.passes % stream.lag + block % stream.passes / stream.lag * stream.groups * stream.lag) {
-    const int team = block / stream.passes;
+  FLASH_HD Walks(const Stream& stream, int block) : stream_(stream), offset_(block % stream.lag) {
+    const int team = block / stream.lag;
     const int begin = team * stream.share + (team < stream.longer ? team : stream.longer);
     plane_ = begin / stream.bands;
     above_ = begin - plane_ * stream.bands;
@@ -82,8 +80,7 @@ class Walks {
   FLASH_HD int number_below(int band) const {
     if (band <= offset_) return 0;
     const int periods = (band - offset_) / stream_.period(), rest = band - offset_ - periods * stream_.period();
-    const int begun = (rest + stream_.lag - 1) / stream_.lag;
-    return periods * stream_.groups + (begun < stream_.groups ? begun : stream_.groups);
+    return periods * stream_.groups + (rest + stream_.lag - 1) / stream_.lag;
   }
 
   const Stream& stream_;
@@ -95,27 +92,30 @@ class Walks {
 inline constexpr int kMostBands = 4096;
 
 // The order for `planes` planes in which row i sees keys [i + diagonal - left, i + diagonal + right], on `blocks` blocks of `groups`
-// warpgroups; 0 teams where it does not fit or pay. Where a plane or a share begins, and where a share ends, warpgroups come and go one
-// by one and some idle for (groups - 1) * lag steps; a lag of three steps is about what the change of a tile takes.
-inline Stream plan_stream(int64_t planes, int rows, int keys, int diagonal, int left, int right, int groups, int blocks) {
-  constexpr int kLeastLag = 3, kLeastBlocks = 8, kMostBlocks = 40, kLeastPeriods = 3;
-  Stream stream{rows, keys, diagonal, left, right, (rows + kBand - 1) / kBand, groups, 1, 1, 0, 0, 0};
+// warpgroups with rings of `stages`; 0 teams where it does not fit or pay. Between its tiles a warpgroup passes period - n elements,
+// while the others work: the more the longer its change may take, but not more than the ring has, or it waits for them. Where a plane
+// or a share begins, and where a share ends, warpgroups come and go one by one, and some idle for (groups - 1) * lag steps.
+inline Stream plan_stream(int64_t planes, int rows, int keys, int diagonal, int left, int right, int groups, int stages,
+                          int blocks) {
+  constexpr int kLeastBlocks = 8, kMostBlocks = 40, kLeastPeriods = 3;
+  Stream stream{rows, keys, diagonal, left, right, (rows + kBand - 1) / kBand, groups, 1, 0, 0, 0};
   const bool narrow = left >= 0 && right >= 0 && left <= kBand * kMostBlocks && right <= kBand * kMostBlocks;
   // All rows see a key, so that lower bands see older keys.
   if (!narrow || diagonal + right < 0 || rows - 1 + diagonal - left > keys - 1) return stream;
   const auto block_of = [](int key) { return key >= 0 ? key / kBand : -((kBand - 1 - key) / kBand); };
   const int most = block_of(kBand - 1 + diagonal + right) - block_of(diagonal - left) + 1;
   if (most < kLeastBlocks || most > kMostBlocks) return stream;
-  stream.passes = (most + groups - 1) / groups;
-  for (stream.lag = kLeastLag; stream.passes % stream.lag != 0;)
-    if (++stream.lag > 2 * kLeastLag) stream.lag = kLeastLag, ++stream.passes;
-  const int64_t total = planes * stream.bands, teams = blocks / stream.passes;
-  const bool idle = 32 * teams * stream.passes < 31 * int64_t{blocks}, wide = 3 * stream.period() > 4 * most;
-  if (teams == 0 || idle || wide || stream.bands < kLeastPeriods * stream.period()) return stream;
-  if (total / teams < kLeastPeriods * stream.period() || total / teams > kMostBands / 2 * stream.passes) return stream;
-  stream.teams = static_cast<int>(teams);
-  stream.share = static_cast<int>(total / teams);
-  stream.longer = static_cast<int>(total % teams);
+  const int64_t total = planes * stream.bands;
+  for (stream.lag = (most + stages - 1) / groups; stream.period() >= most; --stream.lag) {
+    const int64_t teams = blocks / stream.lag, period = stream.period(), least = kLeastPeriods * period;
+    const bool idle = 32 * teams * stream.lag < 31 * int64_t{blocks}, wide = 2 * period > 3 * most;
+    if (teams == 0 || idle || wide || stream.bands < least || total / teams < least) continue;
+    if (total / teams > kMostBands / 2 * stream.lag) continue;
+    stream.teams = static_cast<int>(teams);
+    stream.share = static_cast<int>(total / teams);
+    stream.longer = static_cast<int>(total % teams);
+    return stream;
+  }
   return stream;
 }
 

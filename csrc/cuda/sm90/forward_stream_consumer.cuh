@@ -18,7 +18,6 @@ struct StreamConsumer : Consumer<C> {
   struct Order {
     Tile tile;
     int skip;
-    __device__ __forceinline__ bool is_tile() const { return tile.kind == Kind::kTile; }
   };
   __device__ __forceinline__ Order fetch() {
     ptx::wait(barriers.work_full(group, slot.stage), slot.parity);
@@ -39,13 +38,15 @@ struct StreamConsumer : Consumer<C> {
     }
   }
 
-  // S of the next tile beside the last P V of this one, whose V is held meanwhile: no more elements between them than there are stages.
+  // With two buffers of Q: S of the next tile runs beside the last P V and the output of this one. Its V is held while keys are passed,
+  // so there have to be fewer elements between the tiles than stages.
   __device__ __forceinline__ Walk cross(const Tile& tile, const Order& following) {
-    Base::pass_keys(following.skip);
-    const uint64_t q = Base::describe_query(), k = Base::describe_key(), v = Base::describe_value();
+    const uint64_t v = Base::describe_value();
     Base::wait_value();
     ptx::fence_products();
     Base::multiply_probability_value(v);
+    Base::pass_keys(following.skip);
+    const uint64_t q = Base::describe_query(), k = Base::describe_key();
     Base::wait_query();
     Base::wait_key();
     ptx::fence_products();
@@ -61,25 +62,36 @@ struct StreamConsumer : Consumer<C> {
     return steps;
   }
 
-  // A tile and those that follow it without a break. Returns the order that ended the chain.
-  __device__ __forceinline__ Order chain(Tile tile) {
+  // A tile and those that follow it. Returns the order that ended the chain.
+  __device__ __forceinline__ Order chain(Tile tile)
+    requires(C::kEarly)
+  {
     Walk steps = Base::begin(tile);
     while (true) {
       Base::walk(tile, steps);
-      if (C::kEarly) Base::release_query(true);
+      Base::release_query(true);
       query.next();
       const Order following = fetch();
-      if (!following.is_tile() || following.skip >= (C::kEarly ? C::kStages : 1 << 29)) {
+      if (following.tile.kind != Kind::kTile || following.skip >= C::kStages) {
         Base::finish(tile, steps);
         return following;
       }
-      if constexpr (C::kEarly) {
-        steps = cross(tile, following);
-      } else {
-        Base::finish(tile, steps);
-        pass(following.skip);
-        steps = Base::begin(following.tile);
-      }
+      steps = cross(tile, following);
+      tile = following.tile;
+    }
+  }
+  // With one buffer of Q, the output is stored before the elements up to the next tile are waited for: they are there for that.
+  __device__ __forceinline__ Order chain(Tile tile)
+    requires(!C::kEarly)
+  {
+    while (true) {
+      const Walk steps = Base::begin(tile);
+      Base::walk(tile, steps);
+      query.next();
+      const Order following = fetch();
+      Base::finish(tile, steps);
+      if (following.tile.kind != Kind::kTile) return following;
+      pass(following.skip);
       tile = following.tile;
     }
   }

@@ -37,7 +37,7 @@ cudaError_t launch_stream(const StreamArguments& arguments, cudaStream_t stream)
   using Config = StreamConfig<T, kVariant>;
   constexpr auto kKernel = stream_kernel<Config>;
   if (const cudaError_t error = cuda::allow_shared_memory<kKernel>(Config::kSharedBytes); error != cudaSuccess) return error;
-  const int blocks = arguments.stream.teams * arguments.stream.passes;
+  const int blocks = arguments.stream.teams * arguments.stream.lag;
   kKernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
 }

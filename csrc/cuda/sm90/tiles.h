@@ -100,7 +100,7 @@ inline const char* forward_refusal(const problem::Problem& p) {
 
 // Tiles of query rows a launch hands out.
 inline int64_t forward_tiles(const problem::Problem& p, int variant) {
-  const int64_t rows = rows_of(kForwardTiles[variant]);
+  const int64_t rows = kForwardTiles[variant].stream ? kBand : rows_of(kForwardTiles[variant]);
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
@@ -111,7 +111,7 @@ inline Stream stream_of(const problem::Problem& p, const ForwardTile& tile, int6
   const auto fit = [&](int64_t end) { return static_cast<int>(end < least ? least : end > most ? most : end); };
   return plan_stream(p.batch * p.heads, static_cast<int>(p.rows), static_cast<int>(p.keys),
                      p.bottom_right ? static_cast<int>(p.keys - p.rows) : 0, fit(p.left), fit(p.right), tile.warpgroups,
-                     static_cast<int>(blocks));
+                     tile.stages, static_cast<int>(blocks));
 }
 
 // The row of kForwardTiles that streams a call whose row without streams is `variant`; -1 if none does. Measured on an H200: not yet.
