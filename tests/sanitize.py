@@ -141,7 +141,7 @@ def run_tiles(head_dim: int) -> None:
 
 
 def run_stream(head_dim: int) -> None:
-    """Forward of a window long enough to be streamed on 132 multiprocessors, by and by with scores that make tiles be done again."""
+    """Forward of a window long enough to be streamed on 132 multiprocessors; scores that grow backwards make tiles be done again."""
     import torch
 
     query, key, value = (torch.randn(4, 13, 2330, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
