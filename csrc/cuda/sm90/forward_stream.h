@@ -6,9 +6,9 @@
 // lie `lag` bands apart, so that they begin and end their tiles `lag` steps apart, past the same keys:
 //
 //   keys      ... 40 39 38 37 36 35 34 33 32 31 30 29 28 27 26 25 24 23 22 21 20 19 18 17 16 15 ...      n 9, lag 4, period 12
-//   group 2       [-------- band 40 -------]          [-------- band 28 -------]          [--
-//   group 1    ---]          [-------- band 36 -------]          [-------- band 24 -------]
-//   group 0    -- band 44 ---]          [-------- band 32 -------]          [-------- band 20
+//   group 1       [-------- band 40 -------]          [-------- band 28 -------]          [--
+//   group 0    ---]          [-------- band 36 -------]          [-------- band 24 -------]
+//   group 2    -- band 44 ---]          [-------- band 32 -------]          [-------- band 20
 //
 // The bands of a walk are offset + lag * group + period * m. `lag` walks with different offsets cover all bands; so many blocks of the
 // grid, a team, make them side by side, so that the keys come from DRAM once. Teams share out the bands of all planes alike.
