@@ -144,8 +144,8 @@ def run_stream(head_dim: int) -> None:
     """Forward of a window long enough to be streamed on 132 multiprocessors; scores that grow backwards make tiles be done again."""
     import torch
 
-    query, key, value = (torch.randn(4, 13, 2330, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    key *= 30 - torch.arange(2330, device="cuda", dtype=torch.bfloat16)[:, None] % 300 / 10
+    query, key, value = (torch.randn(4, 13, 4650, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    key *= 30 - torch.arange(4650, device="cuda", dtype=torch.bfloat16)[:, None] % 300 / 10
     torch.ops.flash.attention_forward(query, key, value, window_left=512, window_right=0)
 
 

@@ -67,13 +67,13 @@ def test_tiles_that_are_done_again(head_dim: int, dtype: torch.dtype, hopper: py
 
 # rows, keys, window, bottom_right: bands whose last is ragged, windows that end within blocks, keys before and behind the rows, wide ones.
 STREAMS = [
-    (2330, 2330, (512, 0), False),
-    (2368, 2368, (511, 0), False),
-    (2333, 3011, (500, 40), True),
-    (2400, 2390, (600, 5), False),
-    (4100, 4133, (1024, 0), True),
-    (5000, 5000, (700, 300), False),
-    (7700, 7700, (2000, 0), False),
+    (4650, 4650, (512, 0), False),
+    (4672, 4672, (511, 0), False),
+    (4653, 5331, (500, 40), True),
+    (4800, 4790, (600, 5), False),
+    (9300, 9333, (1024, 0), True),
+    (10000, 10000, (700, 300), False),
+    (15500, 15500, (2000, 0), False),
 ]
 
 
@@ -118,8 +118,8 @@ def test_streams(
 @pytest.mark.parametrize("largest", [4, 30])
 def test_streams_that_are_done_again(head_dim: int, dtype: torch.dtype, largest: int, hopper: pytest.MonkeyPatch):
     """Some tiles, or nearly all, at the end of a stream: scores that grow towards the first keys of each stretch of 300."""
-    query, key, value = make_streamed(head_dim, dtype, 2330, 2330)
-    growth = largest - (largest - 1) * (torch.arange(2330, device="cuda") % 300) / 300
+    query, key, value = make_streamed(head_dim, dtype, 4650, 4650)
+    growth = largest - (largest - 1) * (torch.arange(4650, device="cuda") % 300) / 300
     key = (key.float() * growth[:, None]).to(dtype)
     assert_as_sm80(hopper, (query, key, value), window_left=512, window_right=0)
     assert_as_sm80(hopper, (query, key, value), window_left=600, window_right=30)

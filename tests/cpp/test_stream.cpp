@@ -46,7 +46,7 @@ void expect_complete(const Stream& stream, int planes) {
 TEST(Stream, CoversEveryBandOnce) {
   int streams = 0;
   for (const auto& [groups, stages] : {std::pair{3, 4}, {4, 8}})
-    for (const int rows : {2048, 3000, 5000, 16384})
+    for (const int rows : {4650, 6000, 10000, 16384})
       for (const int more : {-100, 0, 1, 64, 777})
         for (const bool bottom_right : {false, true})
           for (const auto& [left, right] :
@@ -80,7 +80,7 @@ TEST(Stream, TakesLongWindowsAlone) {
   p.left = 300;
   EXPECT_EQ(variant(), -1) << "few blocks a tile";
   p.left = 1024;
-  p.rows = p.keys = 2048;
+  p.rows = p.keys = 4096;
   EXPECT_EQ(variant(), -1) << "short rows";
   p.rows = p.keys = 16384;
   p.head_dim = p.value_dim = 64;

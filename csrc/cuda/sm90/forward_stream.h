@@ -94,10 +94,11 @@ inline constexpr int kMostBands = 4096;
 // The order for `planes` planes in which row i sees keys [i + diagonal - left, i + diagonal + right], on `blocks` blocks of `groups`
 // warpgroups with rings of `stages`; 0 teams where it does not fit or pay. Between its tiles a warpgroup passes period - n elements,
 // while the others work: the more the longer its change may take, but not more than the ring has, or it waits for them. Where a plane
-// or a share begins, and where a share ends, warpgroups come and go one by one, and some idle for (groups - 1) * lag steps.
+// or a share begins, and where a share ends, warpgroups come and go one by one, and some idle for (groups - 1) * lag steps: short planes
+// lose more than they gain.
 inline Stream plan_stream(int64_t planes, int rows, int keys, int diagonal, int left, int right, int groups, int stages,
                           int blocks) {
-  constexpr int kLeastBlocks = 8, kMostBlocks = 40, kLeastPeriods = 3;
+  constexpr int kLeastBlocks = 8, kMostBlocks = 40, kLeastPeriods = 6;
   Stream stream{rows, keys, diagonal, left, right, (rows + kBand - 1) / kBand, groups, 1, 0, 0, 0};
   const bool narrow = left >= 0 && right >= 0 && left <= kBand * kMostBlocks && right <= kBand * kMostBlocks;
   // All rows see a key, so that lower bands see older keys.
