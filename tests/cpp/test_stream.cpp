@@ -77,6 +77,10 @@ TEST(Stream, TakesLongWindowsAlone) {
   p.softcap = 3;
   EXPECT_EQ(variant(), -1) << "softcap";
   p.softcap = 0;
+  const int32_t starts[] = {0, 16384};
+  p.cu_seqlens_q = p.cu_seqlens_k = starts;
+  EXPECT_EQ(variant(), -1) << "packed";
+  p.cu_seqlens_q = p.cu_seqlens_k = nullptr;
   p.left = 300;
   EXPECT_EQ(variant(), -1) << "few blocks a tile";
   p.left = 1024;
