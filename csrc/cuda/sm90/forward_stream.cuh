@@ -1,6 +1,7 @@
 // sm90/forward_stream.cuh: attention forward on Hopper, windows of long sequences. As in forward.cuh, but each warpgroup has tiles of its
 // own, in the order of forward_stream.h: while one stores its output and takes the maxima of its next tile, the others are within theirs
-// and keep the tensor cores busy. In forward.cuh all change tiles at nearly the same time, for the ring holds them together.
+// and keep the tensor cores busy. In forward.cuh the ring of K and V holds them together: the keys of the next tile are others than
+// those the last one ended with, so nobody can start on them who is more than the ring's stages ahead of the slowest.
 //
 // Elements of the stream, a block of keys and its values, go through the rings of K and V in order. Each warpgroup uses those of its
 // tile and passes the others over. What it is told: how many to pass, then what to do: a tile, or nothing.
@@ -8,6 +9,10 @@
 // Who tells: the scheduler computes tiles and elements from the same walks as the producer that loads them; no counter, no messages.
 // It loads Q as well, each time the warpgroup whose tile starts next has done with the Q before. Tiles whose sums overflowed are done
 // again at the end, one after the other.
+//
+// Not measured yet. By a model of queues (16k tokens, 1024 keys) dim 128 gains 5 to 7 %, if two warpgroups fill the tensor cores as well
+// as three, which they do in dense attention; dim 64 between -7 and +7 %; 4k tokens lose. Dim 256 would lose: two warpgroups and two
+// stages leave the other nothing to go on with.
 #pragma once
 #include "cuda/sm90/forward_config.cuh"
 #include "cuda/sm90/forward_stream_launch.cuh"
