@@ -138,9 +138,8 @@ void merge_as(int64_t count, int64_t dim, const void* out_a, const void* lse_a, 
       const T* a = static_cast<const T*>(out_a) + i * dim;
       const T* b = static_cast<const T*>(out_b) + i * dim;
       T* to = static_cast<T*>(out) + i * dim;
-      for (int64_t d = 0; d < dim; ++d) {  // nothing of a part that saw no keys, not even NaN
-        const Real x = of_a == -Real(INFINITY) ? Real(0) : m.a * widen(a[d]);
-        const Real y = of_b == -Real(INFINITY) ? Real(0) : m.b * widen(b[d]);
+      for (int64_t d = 0; d < dim; ++d) {
+        const Real x = problem::weigh<Real>(m.a, of_a, widen(a[d])), y = problem::weigh<Real>(m.b, of_b, widen(b[d]));
         narrow(x + y, &to[d]);
       }
       static_cast<Real*>(lse)[i] = m.lse;

@@ -34,12 +34,6 @@ __device__ __forceinline__ void store(__nv_bfloat16* to, float x) { *to = __floa
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 __device__ __forceinline__ void store(double* to, double x) { *to = x; }
 
-// An empty part is dropped, whatever it holds. One whose weight is merely too small for a number is not: NaN stays NaN.
-template <class Real>
-__device__ __forceinline__ Real weigh(Real weight, Real lse, Real x) {
-  return lse == -Real(INFINITY) ? Real(0) : weight * x;
-}
-
 template <class Element, class Real>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(int64_t count, int64_t value_dim, const Element* out_a, const Real* lse_a, const Element* out_b,
@@ -49,7 +43,8 @@ __global__ void __launch_bounds__(kThreads)
     const Real of_a = lse_a[row], of_b = lse_b[row];
     const problem::Merge<Real> weight = problem::merge(of_a, of_b);
     for (int64_t i = row * value_dim + lane; i < (row + 1) * value_dim; i += 32)
-      store(out + i, weigh(weight.a, of_a, Real(widen(out_a[i]))) + weigh(weight.b, of_b, Real(widen(out_b[i]))));
+      store(out + i,
+            problem::weigh(weight.a, of_a, Real(widen(out_a[i]))) + problem::weigh(weight.b, of_b, Real(widen(out_b[i]))));
     if (lane == 0) lse[row] = weight.lse;
   }
 }
@@ -75,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
       const float x = inside ? part_out[part * p.value_dim + column] : 0.f;
       const float of_part = part_lse[part];
       const problem::Merge<float> weight = problem::merge(lse, of_part);
-      value = weigh(weight.a, lse, value) + weigh(weight.b, of_part, x);
+      value = problem::weigh(weight.a, lse, value) + problem::weigh(weight.b, of_part, x);
       lse = weight.lse;
     }
     if (inside)

@@ -39,14 +39,16 @@ Array array_to_write(const Tensor& t) {
   return a;
 }
 
-// What kernels can read: at least one element, last dimension dense. Copies only where it is not.
+bool is_read_in_place(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+// What kernels can read: at least one element, last dimension dense.
 Tensor readable(const Tensor& t) {
   if (t.numel() == 0) {  // one row of zeros, seen everywhere
     c10::SmallVector<int64_t, 4> sizes(t.sizes());
     for (int64_t& size : sizes) size = std::max<int64_t>(size, 1);
     return at::zeros({sizes.back()}, t.options()).expand(sizes);
   }
-  return is_read_in_place(t) ? t : t.contiguous();
+  return dense(t);
 }
 
 struct Sizes {
@@ -178,7 +180,7 @@ Array array_of(const Tensor& t) {
   return {data_of(t), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
 }
 
-bool is_read_in_place(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+Tensor dense(const Tensor& t) { return is_read_in_place(t) ? t : t.contiguous(); }
 
 Tensor accumulated(const OptTensor& t, const Tensor& query) { return t->to(accumulate_type(query)).contiguous(); }
 

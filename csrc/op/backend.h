@@ -47,7 +47,7 @@ problem::DType dtype_of(const Tensor& tensor);  // kNone: not one of ours
 
 // [batch, heads, rows, dim] or packed [total, heads, dim], to be read.
 problem::Array array_of(const Tensor& tensor);
-bool is_read_in_place(const Tensor& tensor);  // the last dimension is dense
+Tensor dense(const Tensor& tensor);  // with a dense last dimension: copied only where it is not
 
 // Slopes or sinks, which are there, as kernels read them.
 Tensor accumulated(const OptTensor& tensor, const Tensor& query);

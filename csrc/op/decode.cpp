@@ -1,14 +1,12 @@
 // op/decode.cpp: attention_decode and cache_append_: tensors -> Decode, and the keys that no device has.
 #include "op/decode.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <array>
-#include <cmath>
 
 #include "op/backend.h"
 #include "op/check.h"
@@ -52,9 +50,6 @@ struct Indices {
 
 // The most keys that a sequence can have.
 int64_t capacity(const CacheInputs& in) { return in.key.size(2) * (in.block_table.has_value() ? in.block_table->size(1) : 1); }
-
-// With a dense last dimension.
-Tensor dense(const Tensor& t) { return is_read_in_place(t) ? t : t.contiguous(); }
 
 // Rows that see no key.
 void see_nothing(const OptTensor& sinks, const Tensor& out, const Tensor& lse) {
@@ -159,9 +154,6 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
   }
   const Tensor query = dense(in.query);
   const Indices indices(in.cache);
-  Tensor slopes, sinks;
-  if (in.alibi_slopes.has_value()) slopes = accumulated(in.alibi_slopes, query);
-  if (in.sinks.has_value()) sinks = accumulated(in.sinks, query);
   problem::Decode d;
   d.cache = indices.cache(in.cache, options.appended.guard_int(__FILE__, __LINE__));
   problem::Problem& p = d.problem;
@@ -174,11 +166,16 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
   p.left = window_end(options.window_left);
   p.right = window_end(options.window_right);
   p.bottom_right = options.bottom_right;
-  if (slopes.defined()) {
+  Tensor slopes, sinks;
+  if (in.alibi_slopes.has_value()) {
+    slopes = accumulated(in.alibi_slopes, query);
     p.alibi_slopes = slopes.const_data_ptr();
     p.alibi_batch = slopes.dim() == 2 ? p.heads : 0;
   }
-  if (sinks.defined()) p.sinks = sinks.const_data_ptr();
+  if (in.sinks.has_value()) {
+    sinks = accumulated(in.sinks, query);
+    p.sinks = sinks.const_data_ptr();
+  }
   backend.decode(d, query);
   return {std::move(out), std::move(lse)};
 }
@@ -186,10 +183,6 @@ OutLse decode(const Backend& backend, const DecodeInputs& in, const DecodeOption
 void append(const Backend& backend, const AppendInputs& in) {
   if (in.rows_first) return append_rows_first(in, swapped_directly, [&](const AppendInputs& i) { append(backend, i); });
   check_append(in);
-  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>("k_cache", in.cache.key), {"v_cache", in.cache.value}}) {
-    TORCH_CHECK(at::has_internal_overlap(t) != at::MemOverlap::Yes, "flash::cache_append_: ", name,
-                " is expanded, so that several of its elements lie in one place: clone() it before it is written to.");
-  }
   if (in.key.numel() == 0 && in.value.numel() == 0) return;
   if (in.cache.key.size(0) == 0 || capacity(in.cache) == 0) return;
   const Tensor key = dense(in.key), value = dense(in.value);

@@ -1,4 +1,5 @@
 // op/decode_check.cpp: what a call of attention_decode or cache_append_ must satisfy.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
@@ -54,6 +55,12 @@ void check_cache(const CacheInputs& cache, const c10::SymInt& batch, Reasons& re
   } else if (!cache.batch_index.has_value() && differ(cache.key.sym_size(0), batch)) {
     reasons.add("k_cache holds ", cache.key.sym_size(0), " sequences, query ", batch,
                 ": they must be equal unless cache_batch_idx or block_table is given.");
+  }
+}
+
+void check_writable(const char* name, const Tensor& cache, Reasons& reasons) {
+  if (at::has_internal_overlap(cache) == at::MemOverlap::Yes) {
+    reasons.add(name, " is expanded, so that several of its elements lie in one place: clone() it before it is written to.");
   }
 }
 
@@ -121,6 +128,8 @@ void check_append(const AppendInputs& in) {
   check_types(in.cache, reasons);
   check_operand("k_new", in.key, in.cache, reasons);
   check_operand("v_new", in.value, in.cache, reasons);
+  check_writable("k_cache", in.cache.key, reasons);
+  check_writable("v_cache", in.cache.value, reasons);
   if (in.key.dim() == 4 && in.value.dim() == 4) {
     check_cache(in.cache, in.key.sym_size(0), reasons);
     const auto fits = [&](const char* name, const Tensor& fresh, const Tensor& cache) {

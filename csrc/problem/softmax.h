@@ -78,4 +78,11 @@ FLASH_HD Merge<Real> merge(Real lse_a, Real lse_b) {
   return {wa / sum, wb / sum, static_cast<Real>(top + log(sum))};
 }
 
+// What x of a part with this lse adds to the merged output. An empty part is dropped, whatever it holds. One whose weight is merely too
+// small for a number is not: NaN stays NaN.
+template <class Real>
+FLASH_HD Real weigh(Real weight, Real lse, Real x) {
+  return lse == -Real(INFINITY) ? Real(0) : weight * x;
+}
+
 }  // namespace flash::problem

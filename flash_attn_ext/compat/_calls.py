@@ -179,7 +179,8 @@ def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, cache: Cache) -
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] < keys or 2 * cos.shape[1] > q.shape[-1]:
         raise ValueError(
             f"rotary_cos and rotary_sin have the sizes {list(cos.shape)} and {list(sin.shape)}: "
-            f"they must be [positions, rotary_dim / 2] with a position for each of the {keys} keys of the cache and rotary_dim at most {q.shape[-1]}."
+            f"they must be [positions, rotary_dim / 2] with a position for each of the {keys} keys of the cache "
+            f"and rotary_dim at most {q.shape[-1]}."
         )
 
 
