@@ -1,4 +1,4 @@
-"""Training over two processes on the CPU: data parallel (DDP) and sharded (FSDP2), eager and under autocast, as on one."""
+"""Training over two processes, on the CPU or with a GPU each: data parallel (DDP) and sharded (FSDP2), as on one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
@@ -29,9 +29,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -45,7 +45,7 @@ def train(model: nn.Module, batch: Tensor, autocast: bool) -> list[float]:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             loss = model(batch).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -53,27 +53,27 @@ def train(model: nn.Module, batch: Tensor, autocast: bool) -> list[float]:
     return losses
 
 
-def worker(rank: int, world: int, kind: str, autocast: bool) -> None:
+def worker(rank: int, world: int, kind: str, autocast: bool, device: str, rows: int, width: int) -> None:
     from torch.distributed import all_reduce
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    model, batch = Model(), torch.randn(2 * world, 11, 32)
+    model, batch = Model(width).to(device), torch.randn(2 * world, rows, width).to(device)
     alone = copy.deepcopy(model)
     expected = train(alone, batch, autocast)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device, (world,))
     if kind == "ddp":
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, bucket_cap_mb=0.1)  # reduced while backward still runs
     else:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    losses = torch.tensor(train(model, batch.chunk(world)[rank], autocast))
+    losses = torch.tensor(train(model, batch.chunk(world)[rank], autocast), device=device)
     all_reduce(losses)
     tolerance = 1e-2 if autocast else 1e-5
-    torch.testing.assert_close(losses / world, torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(losses / world, torch.tensor(expected, device=device), rtol=tolerance, atol=tolerance)
     for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         torch.testing.assert_close(whole, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
@@ -82,4 +82,12 @@ def worker(rank: int, world: int, kind: str, autocast: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training(kind: str, autocast: bool):
-    run_ranks(worker, 2, kind, autocast)
+    run_ranks(worker, 2, kind, autocast, "cpu", 11, 32)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_training_with_a_gpu_each(kind: str, cuda: str):
+    """Head dim 64 and bf16, so that a persistent kernel shares the GPU with NCCL's."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_ranks(worker, 2, kind, True, "cuda", 2000, 256, backend="nccl")
