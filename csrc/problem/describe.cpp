@@ -112,6 +112,7 @@ std::string describe_refusal(const Problem& p, const Gradients* g, const Device&
 }
 
 constexpr char kAlone[] = "dquery is computed by blocks of its own: every run gives the same bits.";
+constexpr char kInTurns[] = "dquery is summed up by blocks that take turns: every run gives the same bits.";
 constexpr char kSummed[] =
     "dquery is summed up as blocks finish: its last bits vary from run to run (deterministic=True: they do not).";
 
@@ -126,10 +127,10 @@ std::string describe_sm90(const Problem& p, const Gradients* g, const Device& de
        Long{g == nullptr ? sm90::forward_tiles(p, plan.variant) : sm90::backward_tiles(p, plan.variant)});
   line(text, "The keys are not split.");
   line(text, "The workspace has %lld bytes.", Long{plan.workspace_bytes});
-  if (g != nullptr && sm90::backward_slab(p, *g) < p.kv_heads)
-    line(text, "The key heads run %lld at a time, so that the fp32 sums of dquery stay small.",
-         Long{sm90::backward_slab(p, *g)});
-  if (g != nullptr && g->dquery.data != nullptr) line(text, "%s", g->deterministic ? kAlone : kSummed);
+  if (g == nullptr || g->dquery.data == nullptr) return text;
+  if (const int64_t slab = sm90::backward_slab(p, *g, plan.variant); slab < p.kv_heads)
+    line(text, "The key heads run %lld at a time, so that the fp32 sums of dquery stay small.", Long{slab});
+  line(text, "%s", plan.row_blocks > 0 ? kAlone : sm90::kBackwardTiles[plan.variant].turn > 0 ? kInTurns : kSummed);
   return text;
 }
 

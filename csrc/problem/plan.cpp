@@ -156,7 +156,7 @@ Plan backward_sm90(const Problem& p, const Gradients& g, const Device& device) {
   Plan plan;
   plan.family = Family::kSm90;
   plan.direction = Direction::kBackward;
-  plan.variant = sm90::backward_variant(p, g);
+  plan.variant = sm90::backward_variant(p, g, device.multiprocessors);
   const sm90::BackwardTile& row = sm90::kBackwardTiles[plan.variant];
   plan.head_dim = row.bucket;
   plan.plain = true;
@@ -164,10 +164,10 @@ Plan backward_sm90(const Problem& p, const Gradients& g, const Device& device) {
   plan.tile_keys = row.keys;
   plan.load_bytes = plan.store_bytes = 16;
   plan.blocks = std::min<int64_t>(sm90::backward_tiles(p, plan.variant), device.multiprocessors);
-  if (g.deterministic && g.dquery.data != nullptr)
+  if (g.dquery.data != nullptr && !row.sums)
     plan.row_blocks = std::min<int64_t>(sm90::row_gradient_tiles(p), device.multiprocessors);
   Gradients first = g;
-  const Problem slab = sm90::slab_of(p, &first, 0, sm90::backward_slab(p, g));
+  const Problem slab = sm90::slab_of(p, &first, 0, sm90::backward_slab(p, g, plan.variant));
   plan.workspace_bytes = sm90::backward_workspace(slab, first, plan.variant).bytes;
   return plan;
 }

@@ -197,6 +197,34 @@ TEST(Plan, TheHopperBackwardTakesWhatItCan) {
   EXPECT_LT(parts.workspace_bytes, int64_t{5} << 29) << "sums of 2 GiB and statistics, not 8 GiB";
   EXPECT_NE(describe(huge, &slabs, device, parts).find("key heads run 2 at a time"), std::string::npos);
 
+  // Many tiles: those of a head take turns, beside dK and dV, in the memory of the default.
+  for (const int64_t dim : {64, 128, 256}) {
+    for (const int64_t right : {kOpen, int64_t{0}}) {
+      for (const int64_t rows : {512, 1024, 2048, 4096, 8192, 16384}) {
+        Problem many = problem(DType::kBFloat16, rows, rows, dim);
+        many.batch = 16384 / rows;
+        many.heads = many.kv_heads = 2048 / dim;
+        many.right = right;
+        Gradients asked = gradients(many);
+        const Plan usual = plan(many, &asked, device, Choice::kAny);
+        asked.deterministic = true;
+        const Plan turns = plan(many, &asked, device, Choice::kAny);
+        EXPECT_EQ(turns.row_blocks, 0) << dim << ", " << rows;
+        EXPECT_LE(turns.workspace_bytes, usual.workspace_bytes + 4 * 16384 / 64 * many.heads + 256) << dim << ", " << rows;
+        EXPECT_NE(describe(many, &asked, device, turns).find("take turns"), std::string::npos);
+
+        Gradients query = asked;
+        query.dkey.data = query.dvalue.data = nullptr;
+        EXPECT_GT(plan(many, &query, device, Choice::kAny).row_blocks, 0) << "dQ alone";
+        const int32_t starts = 0;
+        Problem packed = many;
+        packed.cu_seqlens_q = packed.cu_seqlens_k = &starts;
+        packed.total_rows = packed.total_keys = 16384;
+        EXPECT_GT(plan(packed, &asked, device, Choice::kAny).row_blocks, 0) << "lengths that the GPU alone knows";
+      }
+    }
+  }
+
   Problem biased = p;
   const float slopes = 1;
   biased.alibi_slopes = &slopes;

@@ -19,8 +19,6 @@ using problem::Problem;
 // logarithms of mantissas are evenly distributed.
 constexpr double kRaise = 0x1p-9 * problem::Softmax<double>::kLog2e;
 
-constexpr int64_t kSectionBytes = 40 << 20;  // Q, dO and dQ of the heads that are worked on at the same time stay in L2
-
 struct Encoder {
   const Problem& p;
   cudaError_t error = cudaSuccess;
@@ -114,6 +112,10 @@ struct Launches {
     main.planes = static_cast<int>(p.packed() ? p.kv_heads : p.batch * p.kv_heads);
     main.tiles = static_cast<int>(backward_tiles(p, plan.variant));
     main.key_tiles = main.tiles / main.planes;
+    if (tile.turn > 0) {
+      main.passed = reinterpret_cast<unsigned*>(memory + places.turns_at);
+      main.turn = tile.turn;
+    }
     const bool uneven = !p.packed() && p.right < problem::kOpen;
     // Tiles that run side by side are at about the same query head of their groups: one head of a plane counts.
     const int64_t head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
@@ -121,7 +123,9 @@ struct Launches {
     const int64_t longest = (p.keys + tile.keys - 1) / tile.keys, waves = longest <= 8 ? 1 : 2;
     const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), waves * plan.blocks / longest);
     // Packed, a plane is a head of all sequences: in sections, one sequence is worked on after the other.
-    main.section = uneven || p.packed() ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes)) : 0;
+    main.section = tile.turn > 0          ? static_cast<int>(turn_section(p))
+                   : uneven || p.packed() ? static_cast<int>(std::clamp<int64_t>(most, 1, main.planes))
+                                          : 0;
     // The main kernel clears the sums, but for short sequences whose sections reach far ahead: 4 % slower at 512 rows of 128.
     if (scratch.dquery != nullptr && !p.packed() && !(uneven && p.rows <= 512)) {
       main.cleared = reinterpret_cast<unsigned*>(memory + places.cleared_at);
@@ -132,6 +136,7 @@ struct Launches {
       cleared_planes = static_cast<int>(std::min<int64_t>((tiles + plan.blocks + tiles - 1) / tiles * unit, main.planes));
       main.ahead = cleared_planes * main.key_tiles;
     }
+    if (tile.turn > 0) cleared_planes = std::min(cleared_planes, main.planes);
   }
 
   template <class T>
@@ -145,8 +150,8 @@ struct Launches {
     a.lse_scale = capped ? 1.f : static_cast<float>(1 / (p.scale * problem::Softmax<double>::kLog2e));
     a.lse_raise = static_cast<float>(std::log2(1 + raise)) * a.lse_scale;
     a.cleared_planes = cleared_planes;
-    a.cleared = main.cleared;
-    a.planes = main.planes;
+    a.cleared = tile.turn > 0 ? reinterpret_cast<unsigned*>(memory + places.cleared_at) : main.cleared;
+    a.counts = main.planes + static_cast<int>(places.turns);
     a.slices = main.key_tiles;
     a.gap_blocks = p.packed() ? plan.blocks : 0;
     return launch_backward_prepare<T>(plan.variant, a, static_cast<unsigned>(planes * places.head_units), stream);
@@ -164,8 +169,9 @@ struct Launches {
     encode_map(&main.dvalue, g.dvalue, p.value_dim, true, 16);
     if (encode_map.error != cudaSuccess) return encode_map.error;
     const int blocks = static_cast<int>(std::min<int64_t>(plan.blocks, main.tiles));
-    // Where tiles wait for slices that takers of others clear, no tile may be a block's before it runs: other work may have its place.
-    main.given = main.cleared == nullptr ? blocks : 0;
+    // Where tiles wait for slices that takers of others clear, or for their turn, no tile may be a block's before it runs: other work may
+    // have its place.
+    main.given = main.cleared == nullptr && tile.turn == 0 ? blocks : 0;
     return launch_backward<T>(plan.variant, capped, main, static_cast<unsigned>(blocks), stream);
   }
 
@@ -197,7 +203,7 @@ struct Launches {
 }  // namespace
 
 cudaError_t backward(const Problem& p, const Gradients& g, const problem::Plan& plan, void* workspace, cudaStream_t stream) {
-  const int64_t slab = backward_slab(p, g);
+  const int64_t slab = backward_slab(p, g, plan.variant);
   for (int64_t first = 0; first < p.kv_heads; first += slab) {
     Gradients part = g;
     const Problem call = slab_of(p, &part, first, std::min(slab, p.kv_heads - first));

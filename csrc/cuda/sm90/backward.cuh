@@ -5,7 +5,7 @@
 //   S^T = K Q^T, dP^T = V dO^T             keys are lines, so P^T and dS^T come out as A operands
 //   P = 2^(c S - lse2), dS = P (dP - delta)
 //   dV += P^T dO, dK += dS^T Q             in registers for the whole walk, over all query heads of the group
-//   dQ += dS K                             added to fp32 sums in global memory
+//   dQ += dS K                             added to fp32 sums in global memory; deterministic: tile after tile (backward_order.cuh)
 // lse and delta enter as one more step of the products: -lse / scale and -delta as sums of 16-bit numbers, against a matrix of ones.
 // No thread reads them, which matters: wgmma's operands starve ordinary reads of shared memory.
 //
@@ -16,6 +16,7 @@
 #pragma once
 #include "cuda/sm90/backward_cleaner.cuh"
 #include "cuda/sm90/backward_keys.cuh"
+#include "cuda/sm90/backward_order.cuh"
 #include "cuda/sm90/backward_prepare.cuh"
 #include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/backward_queries.cuh"
@@ -54,6 +55,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     const int first = ptx::uniform(static_cast<int>(ptx::load_shared_volatile(first_slot.begin())));
     if (threadIdx.x == 0) BackwardProducer<C>{p, base, barriers}.run(first);
     if (threadIdx.x == 32 && p.cleared != nullptr) BackwardCleaner<C>{p, base, barriers}.run();
+    if constexpr (C::kTurns) {
+      if (threadIdx.x == 64) BackwardOrder<C>{p, base, barriers}.await();
+      if (threadIdx.x == 96) BackwardOrder<C>{p, base, barriers}.pass_on();
+    }
   } else if (C::kSums && warpgroup == 3) {
     ptx::give_registers<C::kQueryRegisters>();
     QueryGradients<C>(p, base).run();

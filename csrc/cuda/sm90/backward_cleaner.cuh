@@ -21,7 +21,7 @@ struct BackwardCleaner {
   // Issues the stores of a slice.
   __device__ __forceinline__ void begin(int index) const {
     if (index >= p.tiles) return;
-    const Place place = place_of(p, index);
+    const Place place = place_of<C::kTurns>(p, index);
     const int64_t first = static_cast<int64_t>(place.piece) * p.slice_bytes;
     char* to = reinterpret_cast<char*>(p.dquery) + place.plane * p.plane_bytes + first;
     int left = static_cast<int>(min(static_cast<int64_t>(p.slice_bytes), p.plane_bytes - first));
@@ -39,7 +39,7 @@ struct BackwardCleaner {
   }
 
   __device__ __forceinline__ void count(int index) const {
-    if (index < p.tiles) atomicAdd(p.cleared + place_of(p, index).plane, 1u);
+    if (index < p.tiles) atomicAdd(p.cleared + place_of<C::kTurns>(p, index).plane, 1u);
   }
 
   __device__ __forceinline__ void run() {
@@ -52,7 +52,7 @@ struct BackwardCleaner {
       ptx::arrive(barriers.work_empty(slot.stage));
       if (index >= p.tiles) break;
       // Slices that this waits for are of tiles before: those wait for none of this one.
-      const unsigned* cleared = p.cleared + place_of(p, index).plane;
+      const unsigned* cleared = p.cleared + place_of<C::kTurns>(p, index).plane;
       while (ptx::load_acquire(cleared) < static_cast<unsigned>(p.key_tiles)) __nanosleep(100);
       ptx::arrive(barriers.cleared(slot.stage));
       slot.next();

@@ -17,6 +17,7 @@ struct BackwardConfig {
   static constexpr BackwardTile kTile = kBackwardTiles[kVariant];
   static constexpr bool kCapped = kCapped_;  // softcap: an instance of its own, so that the others carry no branch
   static constexpr bool kSums = kTile.sums;  // else dS stays in its warpgroup
+  static constexpr bool kTurns = kTile.turn > 0;
   static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr bool kWide = kKeys == 64;  // one warpgroup has P and dV, another dS and dK; else each has both for 64 keys
@@ -51,11 +52,13 @@ struct BackwardConfig {
   static constexpr uint32_t kZeroAt = kOnesAt + 256;
   static constexpr uint32_t kZeroBytes = 2048;  // what one store clears
   static constexpr int kSlots = 3;              // of announced tiles: finished by some, computed, next
+  static constexpr int kTurnStages = 2;         // turns that may have begun and not be noted as added
   static constexpr uint32_t kWorkBytes = 64;
   static constexpr uint32_t kWorkAt = kZeroAt + kZeroBytes;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
   static constexpr uint32_t kSharedBytes =
-      kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2);
+      kBarriersAt +
+      8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2 + (kTurns ? 3 * kTurnStages : 0));
   static_assert(kSharedBytes <= 232448);
 };
 
@@ -79,6 +82,10 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t value_empty(int i) const { return value_full(C::kValueStages + i); }
   __device__ __forceinline__ uint32_t weight_full() const { return value_full(2 * C::kValueStages); }
   __device__ __forceinline__ uint32_t weight_empty() const { return weight_full() + 8; }
+  // Of a turn (backward_order.cuh): dQ may be added; is added; that is known. 1, all threads of dQ, 1 arrival.
+  __device__ __forceinline__ uint32_t turn(int i) const { return weight_full() + 16 + 8 * i; }
+  __device__ __forceinline__ uint32_t added(int i) const { return turn(C::kTurnStages + i); }
+  __device__ __forceinline__ uint32_t noted(int i) const { return turn(2 * C::kTurnStages + i); }
 
   __device__ __forceinline__ void init(bool cleans) const {
     constexpr int kWarps = 4, kMain = 4 * C::kGroups;
@@ -88,11 +95,16 @@ struct BackwardBarriers {
       init_stage(key_full(i), 1, key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
     for (int i = 0; i < C::kScores; ++i) init_stage(score_full(i), C::kWide ? kWarps : kMain, score_empty(i), kWarps);
     for (int i = 0; i < C::kSlots; ++i) {
-      init_stage(work_full(i), 1, work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0));
+      init_stage(work_full(i), 1, work_empty(i),
+                 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0) + (C::kTurns ? 2 : 0));
       ptx::init_barrier(cleared(i), 1);
     }
     for (int i = 0; i < C::kValueStages; ++i) init_stage(value_full(i), 1, value_empty(i), C::kWide ? kWarps : kMain);
     init_stage(weight_full(), 32 * kWarps, weight_empty(), 32 * kWarps);
+    if constexpr (C::kTurns) {
+      for (int i = 0; i < C::kTurnStages; ++i)
+        ptx::init_barrier(turn(i), 1), ptx::init_barrier(added(i), 32 * kWarps), ptx::init_barrier(noted(i), 1);
+    }
     ptx::fence_barrier_init();
   }
 };

@@ -25,7 +25,7 @@ cudaError_t launch_backward(const BackwardArguments& arguments, unsigned blocks,
 template <class T>
 cudaError_t launch_backward(int variant, bool capped, const BackwardArguments& arguments, unsigned blocks,
                             cudaStream_t stream) {
-  static_assert(kBackwardVariants == 7);
+  static_assert(kBackwardVariants == 10);
   switch (variant * 2 + capped) {
     case 0:
       return launch_backward<T, 0, false>(arguments, blocks, stream);
@@ -45,6 +45,12 @@ cudaError_t launch_backward(int variant, bool capped, const BackwardArguments& a
       return launch_backward<T, 5, false>(arguments, blocks, stream);
     case 12:
       return launch_backward<T, 6, false>(arguments, blocks, stream);
+    case 14:
+      return launch_backward<T, 7, false>(arguments, blocks, stream);
+    case 16:
+      return launch_backward<T, 8, false>(arguments, blocks, stream);
+    case 18:
+      return launch_backward<T, 9, false>(arguments, blocks, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -75,8 +75,9 @@ struct PrepareArguments {
   float lse_scale;          // 1 / scale_log2 of the main kernel, or capped 1
   float lse_raise;          // added to the lse statistic
   int cleared_planes;       // of kv heads, whose sums of dQ are cleared here; the main kernel clears the others
-  unsigned* cleared;        // slices that are cleared, per plane, of `slices`; null where all are cleared here
-  int planes, slices;
+  // Slices that are cleared, per plane, of `slices`, then what tiles have passed on (BackwardArguments); null where neither is counted.
+  unsigned* cleared;
+  int counts, slices;
   int gap_blocks;  // the last ones clear gradients of rows and keys that belong to no packed sequence
 };
 
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kRowKernelThreads) backward_prepare_kernel(con
   constexpr unsigned kParts = kRows / kPrepareRows;
   const problem::Problem& p = a.problem;
   ptx::launch_kernel_behind();
-  if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.planes && a.cleared != nullptr)
+  if (const int i = blockIdx.x * kRowKernelThreads + threadIdx.x; i < a.counts && a.cleared != nullptr)
     a.cleared[i] = i < a.cleared_planes ? a.slices : 0;
   if (const int block = blockIdx.x - (gridDim.x - a.gap_blocks); block >= 0) return clear_gaps<T>(a, block);
   const unsigned index = from_the_end(gridDim.x - a.gap_blocks), unit = index / kParts, part = index - unit * kParts;

@@ -30,7 +30,7 @@ struct BackwardProducer {
   __device__ __forceinline__ bool announce(int next) {
     ptx::wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
     const BackwardSlot to = slot_at(slot.stage);
-    while (next < p.tiles && !decode<C::kRows, C::kKeys>(p, next, to)) next = claim();
+    while (next < p.tiles && !decode<C::kRows, C::kKeys, C::kTurns>(p, next, to)) next = claim();
     ptx::store_shared(to.index(), next);
     ptx::arrive(barriers.work_full(slot.stage));
     slot.next();

@@ -3,6 +3,7 @@
 // Tried: dS as A operand in registers (ldmatrix; products of 32 columns at dim 256, 24 at 128): 0, -3 to -12 %. The next 32 columns under
 // way while these are added, dim 256: -1 to -2 %. Pauses between additions: -2 to -8 %.
 #pragma once
+#include "cuda/sm90/backward_order.cuh"
 #include "cuda/sm90/backward_worker.cuh"
 
 namespace flash::sm90 {
@@ -16,6 +17,7 @@ struct QueryGradients : BackwardWorker<C> {
   static constexpr int kGroup = 128;  // floats of 16 rows x 8 columns
 
   float sum[32];  // [64 rows, 64 columns]
+  Ring<C::kTurnStages> turn;
 
   // This warpgroup has uniform registers enough at every dim: causal, 1 to 2 % at dim 128.
   const uint32_t shared = held(base);
@@ -100,8 +102,15 @@ struct QueryGradients : BackwardWorker<C> {
       for (int head = 0; head < p.group; ++head, block += p.head_blocks) {
         float* to =
             p.dquery + static_cast<int64_t>(block + first * (C::kRows / 16) + warp) * (p.column_groups * kGroup) + lane * 4;
+        int end = first - 1;  // of a turn
 #pragma unroll 1
         for (int m = first; m <= last; ++m) {
+          if constexpr (C::kTurns) {
+            if (m > end) {
+              ptx::wait(barriers.turn(turn.stage), turn.parity);
+              end = end_of_turn(p, m, last);
+            }
+          }
           // Per block: over all of them, the descriptors would need more uniform registers than there are.
           const uint32_t keys_at = held(shared + C::kKeyAt + key.stage * C::kKeyBytes);
           ptx::wait(barriers.score_full(score_slot.stage), score_slot.parity);
@@ -115,6 +124,12 @@ struct QueryGradients : BackwardWorker<C> {
             add<8>(keys_at, 0, left, to);
           } else {
             add<4>(keys_at, in_low ? 0 : 64 * 128, left, to);
+          }
+          if constexpr (C::kTurns) {
+            if (m == end) {
+              ptx::arrive(barriers.added(turn.stage));
+              turn.next();
+            }
           }
           to = ptx::advance(to, C::kRows / 16 * p.column_groups * kGroup * 4);
         }

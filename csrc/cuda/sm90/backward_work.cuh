@@ -40,6 +40,10 @@ struct BackwardArguments {
   int section;        // planes handed out together, so that their Q, dO and dQ stay in L2; 0: one plane after the other
   int given;          // first tiles that blocks have without asking: one each, or 0
   unsigned* counter;  // next tile but those, finished blocks: zero on entry and on exit
+  // Where tiles take turns (backward_order.cuh): per tile and query head of its group, the first block of rows whose dQ it has not passed
+  // on; blocks in a turn, a power of two.
+  unsigned* passed;
+  int turn;
 };
 
 // Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.
@@ -70,16 +74,17 @@ __device__ __forceinline__ Steps unmasked(const BackwardArguments& p, int rows, 
   return end <= keys ? Steps{(first + kRows - 1) / kRows, max(end_row, 0) / kRows - 1} : Steps{0, -1};
 }
 
-// Which tile of which plane an index is.
+// Which tile of which plane an index is. kTurns: where tiles take turns.
 struct Place {
   int plane, piece;
 };
+template <bool kTurns>
 __device__ __forceinline__ Place place_of(const BackwardArguments& p, int index) {
   if (p.section <= 0) return {index / p.key_tiles, index % p.key_tiles};
-  // Most rows first over a section of planes.
+  // Most rows first over a section of planes; but in turns last keys first, which see no row before those that the next tile sees.
   const int per = p.key_tiles * p.section, section = index / per, rest = index - section * per;
-  const int planes = min(p.section, p.planes - section * p.section);
-  return {section * p.section + rest % planes, rest / planes};
+  const int planes = min(p.section, p.planes - section * p.section), piece = rest / planes;
+  return {section * p.section + rest % planes, kTurns ? p.key_tiles - 1 - piece : piece};
 }
 
 // A tile as the producer announces it, in a slot of shared memory: 64 bytes.
@@ -98,9 +103,9 @@ struct BackwardSlot {
 };
 
 // Describes tile `index` in `slot`; false if the index is idle (packed sequences leave gaps).
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, bool kTurns>
 __device__ __forceinline__ bool decode(const BackwardArguments& p, int index, BackwardSlot slot) {
-  const Place place = place_of(p, index);
+  const Place place = place_of<kTurns>(p, index);
   int piece = place.piece;
   int head = place.plane, rows = p.rows, keys = p.keys;
   if (p.cu_seqlens_k != nullptr) {

@@ -105,6 +105,9 @@ struct BackwardTile {
   int rows, keys;
   int queries, gradients;  // buffers of Q, of dO
   bool sums;  // whether dQ is summed too, by a warpgroup of its own; else registers and room of dS serve the others
+  // Blocks of rows after which a tile passes dQ on to the next tile of the head, so that all sums have one order (backward_order.cuh):
+  // a power of two. 0: sums in the order of time.
+  int turn = 0;
 };
 
 inline constexpr BackwardTile kBackwardTiles[] = {
@@ -116,6 +119,10 @@ inline constexpr BackwardTile kBackwardTiles[] = {
     {64, 64, 192, 6, 6, false},
     {128, 64, 128, 3, 3, false},  // 5: 199 KB
     {256, 64, 64, 2, 2, false},   // 6: 207 KB
+    // 7 to 9: as 0 to 2, in turns. Longer turns need fewer fences, shorter ones let tiles follow each other closely.
+    {64, 128, 128, 3, 2, true, 2},
+    {128, 64, 128, 3, 2, true, 2},
+    {256, 64, 64, 2, 2, true, 1},
 };
 // Warpgroups beside that of dQ: 64 keys each, or two that share them.
 constexpr int groups_of(const BackwardTile& tile) { return tile.keys == 64 ? 2 : tile.keys / 64; }
@@ -146,11 +153,46 @@ constexpr int row_gradient_variant(const problem::Problem& p) {
   return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
 }
 
-// Index into kBackwardTiles for a call that fits, -1 if the head dims do not.
-constexpr int backward_variant(const problem::Problem& p, const problem::Gradients& g) {
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// Q, dO and dQ of heads that are worked on at the same time stay in L2.
+inline constexpr int64_t kSectionBytes = 40 << 20;
+
+constexpr bool banded(const problem::Problem& p) { return p.left < problem::kOpen || p.right < problem::kOpen; }
+
+// Planes (sequence, kv head) whose tiles take turns, handed out together, in sections of about one size. The tiles of a plane are spread
+// over all rows of all its query heads. Under a mask about half of what a section names is in use at a time.
+constexpr int64_t turn_section(const problem::Problem& p) {
+  const int64_t planes = p.batch * p.kv_heads, head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
+  const int64_t most = kSectionBytes * (banded(p) ? 8 : 5) / 5 / (p.heads / p.kv_heads * head_bytes);
+  return divide_up(planes, divide_up(planes, most < 1 ? 1 : most));
+}
+
+// Whether tiles of a row of kBackwardTiles can take turns without waiting much, on so many multiprocessors. Then dQ beside dK and dV, in
+// 5 products, is faster than by itself, in 7. Tiles that run side by side in a plane begin a turn apart, and half a step to pass it on:
+// they must fit into the length of a tile, and the last of them may begin an eighth of the whole time after the first.
+inline bool passes_on(const problem::Problem& p, const BackwardTile& tile, int64_t multiprocessors) {
+  if (p.packed()) return false;  // lengths are known to the GPU alone
+  const int64_t key_tiles = divide_up(p.keys, tile.keys), units = divide_up(p.rows, tile.rows);
+  const int64_t tiles = p.batch * p.kv_heads * key_tiles, blocks = tiles < multiprocessors ? tiles : multiprocessors;
+  const int64_t seen = p.left + p.right + tile.keys;  // rows, by a tile
+  const int64_t steps = (seen < p.rows ? divide_up(seen < 0 ? 0 : seen, tile.rows) : units) * (p.heads / p.kv_heads);
+  const int64_t half_steps = (2 * tile.turn + 1) * (banded(p) ? 2 : 1);  // apart; causal tiles have half of `steps`
+  const int64_t counted = tiles < 8 * blocks ? tiles : 8 * blocks;
+  return 2 * steps * turn_section(p) * counted >= 8 * half_steps * blocks * blocks &&
+         key_tiles < 256 * units;  // a thread of the kernel before clears what a tile has passed on
+}
+
+// Index into kBackwardTiles for a call that fits, -1 if the head dims do not. Rows 0 to 2 sum dQ up in the order of time, 7 to 9 in turns,
+// 4 to 6 not at all.
+inline int backward_variant(const problem::Problem& p, const problem::Gradients& g, int64_t multiprocessors) {
   const int64_t dim = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  const bool capped = p.softcap > 0, sums = capped || (g.dquery.data != nullptr && !g.deterministic);
-  return dim <= 64 ? (capped ? 3 : sums ? 0 : 4) : dim <= 128 ? (sums ? 1 : 5) : dim <= 256 ? (sums ? 2 : 6) : -1;
+  if (dim > 256) return -1;
+  const int bucket = dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
+  if (p.softcap > 0) return bucket == 0 ? 3 : bucket;
+  if (g.dquery.data != nullptr && !g.deterministic) return bucket;
+  const bool beside = g.dquery.data != nullptr && (g.dkey.data != nullptr || g.dvalue.data != nullptr);
+  return beside && passes_on(p, kBackwardTiles[7 + bucket], multiprocessors) ? 7 + bucket : 4 + bucket;
 }
 
 // Why a backward call goes to sm80/, as the end of a sentence; null if the Hopper backward takes it.
@@ -184,20 +226,22 @@ inline int64_t row_gradient_tiles(const problem::Problem& p) {
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
-// The workspace of a backward call, bytes: the counters; those of cleared slices; statistics, 32 bytes a row, in blocks of a tile's rows;
-// sums of dQ, 4 bytes an element, in blocks of 16 rows (common/scratch.h).
+// The workspace of a backward call, bytes: the counters; those of cleared slices, one a plane; behind them what tiles have passed on, one
+// per tile and query head; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ, 4 bytes an element, in blocks of 16 rows
+// (common/scratch.h).
 struct BackwardWorkspace {
   int64_t head_units;   // blocks of statistics from one head to the next
   int64_t head_blocks;  // the same of sums
-  int64_t cleared_at, statistics_at, dquery_at, bytes;
+  int64_t turns;        // counts of what tiles have passed on
+  int64_t cleared_at, turns_at, statistics_at, dquery_at, bytes;
 };
 
 // Heads run in slabs of so many kv heads, one after the other, that the sums of dQ stay below this: else long sequences would need
 // twice the memory of their dQ once more. A million tokens of 32 heads of 128: 2 GiB instead of 16.
 inline constexpr int64_t kMostSumBytes = int64_t{2} << 30;
 
-inline int64_t backward_slab(const problem::Problem& p, const problem::Gradients& g) {
-  if (g.dquery.data == nullptr || g.deterministic) return p.kv_heads;
+inline int64_t backward_slab(const problem::Problem& p, const problem::Gradients& g, int variant) {
+  if (g.dquery.data == nullptr || !kBackwardTiles[variant].sums) return p.kv_heads;
   const int64_t rows = p.packed() ? p.total_rows : p.batch * p.rows;
   const int64_t fit = kMostSumBytes / (p.heads / p.kv_heads * rows * p.head_dim * 4);
   return fit < 1 ? 1 : fit < p.kv_heads ? fit : p.kv_heads;
@@ -221,16 +265,19 @@ inline problem::Problem slab_of(problem::Problem p, problem::Gradients* g, int64
 }
 
 inline BackwardWorkspace backward_workspace(const problem::Problem& p, const problem::Gradients& g, int variant) {
-  const int64_t rows = kBackwardTiles[variant].rows;
+  const BackwardTile& tile = kBackwardTiles[variant];
+  const int64_t rows = tile.rows;
   const auto blocks = [&](int64_t unit) { return p.packed() ? p.total_rows / unit + p.batch : (p.rows + unit - 1) / unit; };
   const int64_t planes = p.heads * (p.packed() ? 1 : p.batch);
   BackwardWorkspace w{};
   w.head_units = blocks(rows);
   w.head_blocks = blocks(16);
+  w.turns = tile.turn > 0 ? planes * divide_up(p.keys, tile.keys) : 0;
   w.cleared_at = 256;
-  w.statistics_at = w.cleared_at + (p.packed() ? 0 : (p.batch * p.kv_heads * 4 + 255) / 256 * 256);
+  w.turns_at = w.cleared_at + (p.packed() ? 0 : p.batch * p.kv_heads * 4);
+  w.statistics_at = (w.turns_at + w.turns * 4 + 255) / 256 * 256;
   w.dquery_at = w.statistics_at + planes * w.head_units * rows * 32;
-  w.bytes = w.dquery_at + (g.dquery.data != nullptr && !g.deterministic ? planes * w.head_blocks * 16 * p.head_dim * 4 : 0);
+  w.bytes = w.dquery_at + (g.dquery.data != nullptr && tile.sums ? planes * w.head_blocks * 16 * p.head_dim * 4 : 0);
   return w;
 }
 
