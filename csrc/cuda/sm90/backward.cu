@@ -21,19 +21,23 @@ constexpr double kRaise = 0x1p-9 * problem::Softmax<double>::kLog2e;
 
 struct Encoder {
   const Problem& p;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   cudaError_t error = cudaSuccess;
 
   void operator()(CUtensorMap* to, const problem::Array& array, int64_t dim, bool keys, int box) {
     if (array.data == nullptr || error != cudaSuccess) return;
     const int64_t lines = keys ? (p.packed() ? p.total_keys : p.keys) : (p.packed() ? p.total_rows : p.rows);
-    error = encode(to, array, p.dtype, dim, lines, keys ? p.kv_heads : p.heads, p.batch, p.packed(), box);
+    error = encode(to, array, p.dtype, dim, lines, keys ? p.kv_heads : p.heads, p.batch, p.packed(), box, promotion);
   }
 };
+
+// Of the two kernels that compute dQ apart from dK and dV.
+constexpr CUtensorMapL2promotion kApart = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
 // The launch of dQ by itself, after that of dK and dV.
 cudaError_t set_rows(RowArguments* a, const Problem& p, const Gradients& g, const BackwardArguments& main) {
   const RowGradientTile& tile = kRowGradientTiles[row_gradient_variant(p)];
-  Encoder encode_map{p};
+  Encoder encode_map{p, kApart};
   encode_map(&a->query, p.query, p.head_dim, false, rows_of(tile));
   encode_map(&a->gradient, g.dout, p.value_dim, false, rows_of(tile));
   encode_map(&a->key, p.key, p.head_dim, true, tile.keys);
@@ -161,6 +165,7 @@ struct Launches {
   cudaError_t keys(cudaStream_t stream) {
     if (!main.write_dkey && !main.write_dvalue && main.dquery == nullptr) return cudaSuccess;
     Encoder encode_map{p};
+    if (by_rows) encode_map.promotion = kApart;
     encode_map(&main.query, p.query, p.head_dim, false, tile.rows);
     encode_map(&main.gradient, g.dout, p.value_dim, false, tile.rows);
     encode_map(&main.key, p.key, p.head_dim, true, tile.keys);
