@@ -160,12 +160,15 @@ inline constexpr int64_t kSectionBytes = 40 << 20;
 
 constexpr bool banded(const problem::Problem& p) { return p.left < problem::kOpen || p.right < problem::kOpen; }
 
-// Planes (sequence, kv head) whose tiles take turns, handed out together, in sections of about one size. The tiles of a plane are spread
-// over all rows of all its query heads. Under a mask about half of what a section names is in use at a time.
+// Planes (sequence, kv head) whose tiles take turns, handed out together. The tiles of a plane are spread over all rows of all its query
+// heads. Under a mask about half of what a section names is in use at a time. The last section has at least half as many planes as the
+// others: in a smaller one tiles would wait.
 constexpr int64_t turn_section(const problem::Problem& p) {
   const int64_t planes = p.batch * p.kv_heads, head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
   const int64_t most = kSectionBytes * (banded(p) ? 8 : 5) / 5 / (p.heads / p.kv_heads * head_bytes);
-  return divide_up(planes, divide_up(planes, most < 1 ? 1 : most));
+  int64_t section = most < 1 ? 1 : most < planes ? most : planes;
+  while (planes % section != 0 && 2 * (planes % section) < section) --section;
+  return section;
 }
 
 // Whether tiles of a row of kBackwardTiles can take turns without waiting much, on so many multiprocessors. Then dQ beside dK and dV, in
