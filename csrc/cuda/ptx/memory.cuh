@@ -47,6 +47,11 @@ __device__ __forceinline__ void store_release(unsigned* p, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+// red.release.gpu.global.add.u32
+__device__ __forceinline__ void add_release(unsigned* p, unsigned value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 // add.cc.u32, addc.u32: p + bytes without a wide product, of which a single one delays wgmma by 15 cycles.
 __device__ __forceinline__ float* advance(float* p, uint32_t bytes) {
   uint64_t sum;

@@ -141,6 +141,9 @@ struct Launches {
       main.ahead = cleared_planes * main.key_tiles;
     }
     if (tile.turn > 0) cleared_planes = std::min(cleared_planes, main.planes);
+    // Where blocks end far apart, dQ of finished planes is converted meanwhile.
+    if (tile.turn > 0 || (main.cleared != nullptr && !uneven))
+      main.finished = reinterpret_cast<unsigned*>(memory + places.finished_at);
   }
 
   template <class T>
@@ -155,7 +158,7 @@ struct Launches {
     a.lse_raise = static_cast<float>(std::log2(1 + raise)) * a.lse_scale;
     a.cleared_planes = cleared_planes;
     a.cleared = tile.turn > 0 ? reinterpret_cast<unsigned*>(memory + places.cleared_at) : main.cleared;
-    a.counts = main.planes + static_cast<int>(places.turns);
+    a.counts = 2 * main.planes + static_cast<int>(places.turns);
     a.slices = main.key_tiles;
     a.gap_blocks = p.packed() ? plan.blocks : 0;
     return launch_backward_prepare<T>(plan.variant, a, static_cast<unsigned>(planes * places.head_units), stream);
@@ -183,7 +186,8 @@ struct Launches {
   template <class T>
   cudaError_t convert(cudaStream_t stream) const {
     const int64_t pieces = common::pieces(p.cu_seqlens_q, p.rows, p.total_rows, p.batch, kConvertRows);
-    const ConvertArguments a{p, g.dquery, scratch, static_cast<int>(pieces), main.scale};
+    const ConvertArguments a{
+        p, g.dquery, scratch, static_cast<int>(pieces), main.scale, main.finished, static_cast<unsigned>(main.key_tiles)};
     return launch_backward_convert<T>(plan.variant, a, static_cast<unsigned>(planes * pieces), stream);
   }
 

@@ -15,6 +15,7 @@
 // operand in registers: dim 64 +0.7 %, 128 -1 to -3 %. elect.sync instead of a lane's number: 0 to -1 %.
 #pragma once
 #include "cuda/sm90/backward_cleaner.cuh"
+#include "cuda/sm90/backward_counter.cuh"
 #include "cuda/sm90/backward_keys.cuh"
 #include "cuda/sm90/backward_order.cuh"
 #include "cuda/sm90/backward_prepare.cuh"
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     ptx::prefetch_map(&p.key);
     ptx::prefetch_map(&p.value);
     ptx::prefetch_map(&p.gradient);
-    barriers.init(p.cleared != nullptr);
+    barriers.init(p.cleared != nullptr, p.finished != nullptr);
     ptx::store_shared(first_slot.begin(), p.given > 0 ? blockIdx.x : atomicAdd(p.counter, 1u));
   }
   __syncthreads();
@@ -58,6 +59,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     if constexpr (C::kTurns) {
       if (threadIdx.x == 64) BackwardOrder<C>{p, base, barriers}.await();
       if (threadIdx.x == 96) BackwardOrder<C>{p, base, barriers}.pass_on();
+    } else if constexpr (C::kSums) {
+      if (threadIdx.x == 64 && p.finished != nullptr) BackwardCounter<C>{p, base, barriers}.run();
     }
   } else if (C::kSums && warpgroup == 3) {
     ptx::give_registers<C::kQueryRegisters>();

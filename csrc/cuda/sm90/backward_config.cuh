@@ -56,9 +56,9 @@ struct BackwardConfig {
   static constexpr uint32_t kWorkBytes = 64;
   static constexpr uint32_t kWorkAt = kZeroAt + kZeroBytes;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
+  static constexpr int kSumBarriers = kTurns ? 3 * kTurnStages : kSums ? kSlots : 0;  // of threads that follow the sums of dQ
   static constexpr uint32_t kSharedBytes =
-      kBarriersAt +
-      8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2 + (kTurns ? 3 * kTurnStages : 0));
+      kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2 + kSumBarriers);
   static_assert(kSharedBytes <= 232448);
 };
 
@@ -86,17 +86,19 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t turn(int i) const { return weight_full() + 16 + 8 * i; }
   __device__ __forceinline__ uint32_t added(int i) const { return turn(C::kTurnStages + i); }
   __device__ __forceinline__ uint32_t noted(int i) const { return turn(2 * C::kTurnStages + i); }
+  // Of a tile, where none take turns: its dQ is added.
+  __device__ __forceinline__ uint32_t summed(int i) const { return weight_full() + 16 + 8 * i; }
 
-  __device__ __forceinline__ void init(bool cleans) const {
+  __device__ __forceinline__ void init(bool cleans, bool counts) const {
     constexpr int kWarps = 4, kMain = 4 * C::kGroups;
     for (int i = 0; i < C::kQueries; ++i) init_stage(query_full(i), 1, query_empty(i), kMain);
     for (int i = 0; i < C::kGradients; ++i) init_stage(gradient_full(i), 1, gradient_empty(i), kMain);
     for (int i = 0; i < C::kKeyStages; ++i)
       init_stage(key_full(i), 1, key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
     for (int i = 0; i < C::kScores; ++i) init_stage(score_full(i), C::kWide ? kWarps : kMain, score_empty(i), kWarps);
+    const int alone = (cleans ? 1 : 0) + (C::kTurns ? 2 : C::kSums && counts ? 1 : 0);  // threads beside the producer
     for (int i = 0; i < C::kSlots; ++i) {
-      init_stage(work_full(i), 1, work_empty(i),
-                 32 * (kMain + (C::kSums ? kWarps : 0)) + (cleans ? 1 : 0) + (C::kTurns ? 2 : 0));
+      init_stage(work_full(i), 1, work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + alone);
       ptx::init_barrier(cleared(i), 1);
     }
     for (int i = 0; i < C::kValueStages; ++i) init_stage(value_full(i), 1, value_empty(i), C::kWide ? kWarps : kMain);
@@ -104,6 +106,8 @@ struct BackwardBarriers {
     if constexpr (C::kTurns) {
       for (int i = 0; i < C::kTurnStages; ++i)
         ptx::init_barrier(turn(i), 1), ptx::init_barrier(added(i), 32 * kWarps), ptx::init_barrier(noted(i), 1);
+    } else if constexpr (C::kSums) {
+      for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(summed(i), 32 * kWarps);
     }
     ptx::fence_barrier_init();
   }

@@ -28,6 +28,7 @@ struct BackwardOrder {
   struct Tile {
     Steps steps, before;               // blocks of rows that see it; that see the neighbour, which comes before it
     unsigned *passed, *passed_before;  // [group]
+    int plane;
   };
 
   // The next announced tile; false: there is none.
@@ -45,6 +46,7 @@ struct BackwardOrder {
     tile->before = viewers<C::kRows>(p, static_cast<int>(sequence.x), static_cast<int>(sequence.y), behind, behind + C::kKeys);
     tile->passed = p.passed + (static_cast<int64_t>(where.plane) * p.key_tiles + where.piece) * p.group;
     tile->passed_before = tile->passed + p.group;
+    tile->plane = where.plane;
     return true;
   }
 
@@ -80,6 +82,7 @@ struct BackwardOrder {
           turn.next();
         }
       }
+      ptx::add_release(p.finished + tile.plane, 1);
     }
   }
 };

@@ -75,7 +75,8 @@ struct PrepareArguments {
   float lse_scale;          // 1 / scale_log2 of the main kernel, or capped 1
   float lse_raise;          // added to the lse statistic
   int cleared_planes;       // of kv heads, whose sums of dQ are cleared here; the main kernel clears the others
-  // Slices that are cleared, per plane, of `slices`, then what tiles have passed on (BackwardArguments); null where neither is counted.
+  // Slices that are cleared, per plane, of `slices`, then finished tiles and what tiles have passed on (BackwardArguments); null where
+  // nothing is counted.
   unsigned* cleared;
   int counts, slices;
   int gap_blocks;  // the last ones clear gradients of rows and keys that belong to no packed sequence
@@ -194,6 +195,9 @@ struct ConvertArguments {
   common::Scratch scratch;
   int pieces;  // of kConvertRows rows, per plane
   float scale;
+  // Tiles whose dQ is added, per plane of a kv head, of `tiles`; null: the kernel before is waited for as a whole.
+  const unsigned* finished;
+  unsigned tiles;
 };
 
 inline constexpr int kConvertRows = 64;  // of a block
@@ -202,11 +206,20 @@ inline constexpr int kConvertRows = 64;  // of a block
 template <class T, int kDim, bool kFull>
 __global__ void __launch_bounds__(kRowKernelThreads) backward_convert_kernel(const __grid_constant__ ConvertArguments a) {
   __shared__ __align__(16) uint32_t sRows[kConvertRows][kDim / 2 + 4];  // 4: rows 16 bytes apart in the banks
-  ptx::wait_kernel_before();
   const problem::Problem& p = a.problem;
-  const auto [plane, slot] = row_block(p, from_the_end(gridDim.x), a.pieces);
+  const bool early = a.finished != nullptr;  // beside the last tiles of the kernel before, in its order
+  const auto [plane, slot] = row_block(p, early ? blockIdx.x : from_the_end(gridDim.x), a.pieces);
   int64_t batch = plane / p.heads;
   const int64_t head = plane - batch * p.heads;
+  // The last block waits in any case: what follows this kernel follows the one before, too.
+  if (!early || blockIdx.x == gridDim.x - 1) {
+    ptx::wait_kernel_before();
+  } else {
+    const unsigned* finished = a.finished + batch * p.kv_heads + head / (p.heads / p.kv_heads);
+    if (threadIdx.x == 0)
+      while (ptx::load_acquire(finished) < a.tiles) __nanosleep(500);
+    __syncthreads();
+  }
   const int64_t piece = common::find_piece(p.cu_seqlens_q, p.batch, kConvertRows, slot, &batch);
   const problem::Sequence s = problem::sequence(p, batch);
   const int64_t first = piece * kConvertRows;

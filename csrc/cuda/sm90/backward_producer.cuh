@@ -139,7 +139,11 @@ struct BackwardProducer {
     // dQ by itself reads nothing of this kernel: its blocks begin where this one's end.
     if (!C::kSums) ptx::launch_kernel_behind();
     while (more) {
-      more = feed(slot_at(current));
+      const BackwardSlot tile = slot_at(current);
+      // The last tile of this block: once all have come to theirs, dQ of finished planes is converted where blocks have ended.
+      if (C::kSums && ptx::load_shared_volatile(tile.index()) + static_cast<int>(gridDim.x) >= p.tiles)
+        ptx::launch_kernel_behind();
+      more = feed(tile);
       current = current + 1 == C::kSlots ? 0 : current + 1;
       if (C::kKeyStages == 1 && more) load_key(slot_at(current));
     }

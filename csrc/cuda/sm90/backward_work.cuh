@@ -44,6 +44,7 @@ struct BackwardArguments {
   // on; blocks in a turn, a power of two.
   unsigned* passed;
   int turn;
+  unsigned* finished;  // tiles whose dQ is added, per plane (backward_counter.cuh); null: not counted
 };
 
 // Of an lse this large fp32 keeps less than its whole part, and a P above 1 could grow without bound: moved up by its rounding.

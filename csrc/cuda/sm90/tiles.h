@@ -229,14 +229,14 @@ inline int64_t row_gradient_tiles(const problem::Problem& p) {
   return p.packed() ? p.heads * (p.total_rows / rows + p.batch) : p.batch * p.heads * ((p.rows + rows - 1) / rows);
 }
 
-// The workspace of a backward call, bytes: the counters; those of cleared slices, one a plane; behind them what tiles have passed on, one
-// per tile and query head; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ, 4 bytes an element, in blocks of 16 rows
-// (common/scratch.h).
+// The workspace of a backward call, bytes: the counters; those of cleared slices, one a plane; behind them those of finished tiles, one a
+// plane, and what tiles have passed on, one per tile and query head; statistics, 32 bytes a row, in blocks of a tile's rows; sums of dQ,
+// 4 bytes an element, in blocks of 16 rows (common/scratch.h).
 struct BackwardWorkspace {
   int64_t head_units;   // blocks of statistics from one head to the next
   int64_t head_blocks;  // the same of sums
   int64_t turns;        // counts of what tiles have passed on
-  int64_t cleared_at, turns_at, statistics_at, dquery_at, bytes;
+  int64_t cleared_at, finished_at, turns_at, statistics_at, dquery_at, bytes;
 };
 
 // Heads run in slabs of so many kv heads, one after the other, that the sums of dQ stay below this: else long sequences would need
@@ -277,7 +277,8 @@ inline BackwardWorkspace backward_workspace(const problem::Problem& p, const pro
   w.head_blocks = blocks(16);
   w.turns = tile.turn > 0 ? planes * divide_up(p.keys, tile.keys) : 0;
   w.cleared_at = 256;
-  w.turns_at = w.cleared_at + (p.packed() ? 0 : p.batch * p.kv_heads * 4);
+  w.finished_at = w.cleared_at + (p.packed() ? 0 : p.batch * p.kv_heads * 4);
+  w.turns_at = w.finished_at + (w.finished_at - w.cleared_at);
   w.statistics_at = (w.turns_at + w.turns * 4 + 255) / 256 * 256;
   w.dquery_at = w.statistics_at + planes * w.head_units * rows * 32;
   w.bytes = w.dquery_at + (g.dquery.data != nullptr && tile.sums ? planes * w.head_blocks * 16 * p.head_dim * 4 : 0);
