@@ -112,7 +112,7 @@ def test_in_turns(case: Case, dtype: torch.dtype, family: str):
 
     with poisoned("cuda"):
         first, default = gradients(True), gradients(False)
-    torch.testing.assert_close(first[0].float(), default[0].float(), rtol=2**-7, atol=1e-6 * default[0].abs().max().item())
+    torch.testing.assert_close(first[0].float(), default[0].float(), rtol=2**-7, atol=1e-5 * default[0].abs().max().item())
     assert torch.equal(first[1], default[1]) and torch.equal(first[2], default[2])
     for _ in range(5):
         for again, once in zip(gradients(True), first, strict=True):
