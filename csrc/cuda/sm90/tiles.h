@@ -158,32 +158,32 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 // Q, dO and dQ of heads that are worked on at the same time stay in L2.
 inline constexpr int64_t kSectionBytes = 40 << 20;
 
-constexpr bool banded(const problem::Problem& p) { return p.left < problem::kOpen || p.right < problem::kOpen; }
-
 // Planes (sequence, kv head) whose tiles take turns, handed out together. The tiles of a plane are spread over all rows of all its query
-// heads. Under a mask about half of what a section names is in use at a time. The last section has at least half as many planes as the
-// others: in a smaller one tiles would wait.
+// heads. The last section has at least half as many planes as the others: in a smaller one tiles would wait.
 constexpr int64_t turn_section(const problem::Problem& p) {
   const int64_t planes = p.batch * p.kv_heads, head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
-  const int64_t most = kSectionBytes * (banded(p) ? 8 : 5) / 5 / (p.heads / p.kv_heads * head_bytes);
+  const int64_t most = kSectionBytes / (p.heads / p.kv_heads * head_bytes);
   int64_t section = most < 1 ? 1 : most < planes ? most : planes;
   while (planes % section != 0 && 2 * (planes % section) < section) --section;
   return section;
 }
 
 // Whether tiles of a row of kBackwardTiles can take turns without waiting much, on so many multiprocessors. Then dQ beside dK and dV, in
-// 5 products, is faster than by itself, in 7. Tiles that run side by side in a plane begin a turn apart, and half a step to pass it on:
-// they must fit into the length of a tile, and the last of them may begin an eighth of the whole time after the first.
+// 5 products, is faster than by itself, in 7. Tiles that run side by side in a plane begin a turn apart, and half a step to pass it on;
+// under a mask the next one has rows of its own to begin with, and an average tile half the steps. They must fit into the length of a
+// tile. And a sixth of the whole time must be enough for all to begin or, under a mask, where the longest tiles come last, to end.
 inline bool passes_on(const problem::Problem& p, const BackwardTile& tile, int64_t multiprocessors) {
   if (p.packed()) return false;  // lengths are known to the GPU alone
   const int64_t key_tiles = divide_up(p.keys, tile.keys), units = divide_up(p.rows, tile.rows);
+  if (key_tiles >= 256 * units) return false;  // a thread of the kernel before clears what a tile has passed on
   const int64_t tiles = p.batch * p.kv_heads * key_tiles, blocks = tiles < multiprocessors ? tiles : multiprocessors;
   const int64_t seen = p.left + p.right + tile.keys;  // rows, by a tile
   const int64_t steps = (seen < p.rows ? divide_up(seen < 0 ? 0 : seen, tile.rows) : units) * (p.heads / p.kv_heads);
-  const int64_t half_steps = (2 * tile.turn + 1) * (banded(p) ? 2 : 1);  // apart; causal tiles have half of `steps`
-  const int64_t counted = tiles < 8 * blocks ? tiles : 8 * blocks;
-  return 2 * steps * turn_section(p) * counted >= 8 * half_steps * blocks * blocks &&
-         key_tiles < 256 * units;  // a thread of the kernel before clears what a tile has passed on
+  const int64_t room = 2 * steps * turn_section(p), apart = 2 * tile.turn + 1;  // half steps
+  if (p.left >= problem::kOpen && p.right >= problem::kOpen)
+    return room >= apart * blocks && room * tiles >= 6 * apart * blocks * blocks;
+  const int64_t own = 2 * (tile.keys / tile.rows);
+  return room >= 2 * (apart > own ? apart - own : 1) * blocks && tiles >= 6 * blocks;
 }
 
 // Index into kBackwardTiles for a call that fits, -1 if the head dims do not. Rows 0 to 2 sum dQ up in the order of time, 7 to 9 in turns,
