@@ -1,7 +1,8 @@
 // sm90/backward.cuh: attention backward on Hopper. A block owns kKeys keys of one kv head at a time and walks over the rows that see
-// them. Four warpgroups: one thread of the first feeds (TMA), another clears sums of dQ; two have 64 keys each (backward_keys.cuh;
-// head dims above 128: backward_wide.cuh); the last does nothing but dQ (backward_queries.cuh). They meet at barriers in shared memory
-// only. Where dQ is not wanted, or computed by itself (backward_rows.cuh), its warpgroup is missing, and there may be a third with keys.
+// them. Four warpgroups: threads of the first feed (TMA), clear sums of dQ, count them or keep their turns; two have 64 keys each
+// (backward_keys.cuh; head dims above 128: backward_wide.cuh); the last does nothing but dQ (backward_queries.cuh). They meet at barriers
+// in shared memory only. Where dQ is not wanted, or computed by itself (backward_rows.cuh), its warpgroup is missing, and there may be a
+// third with keys.
 //   S^T = K Q^T, dP^T = V dO^T             keys are lines, so P^T and dS^T come out as A operands
 //   P = 2^(c S - lse2), dS = P (dP - delta)
 //   dV += P^T dO, dK += dS^T Q             in registers for the whole walk, over all query heads of the group
