@@ -136,16 +136,17 @@ def test_side_stream(cuda: str):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "turns"])
 @pytest.mark.parametrize("right", [None, 0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_beside_a_kernel_that_stays(head_dim: int, right: int | None, cuda: str):
+def test_beside_a_kernel_that_stays(head_dim: int, right: int | None, deterministic: bool, cuda: str):
     """A multiprocessor that other work keeps costs its share, not the time until that work ends: no block waits for one that cannot
     start. (Communication beside training keeps some; a green context or another process may keep them for good.)"""
     leaves = [torch.randn(16, 8, 2048, head_dim, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     grad = torch.randn_like(leaves[0])
 
     def both() -> list[torch.Tensor]:
-        out, _ = forward(*leaves, window_right=right)
+        out, _ = forward(*leaves, window_right=right, deterministic=deterministic)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     expected = both()
