@@ -142,7 +142,7 @@ struct Launches {
     }
     if (tile.turn > 0) cleared_planes = std::min(cleared_planes, main.planes);
     // Where blocks end far apart, dQ of finished planes is converted meanwhile.
-    if (tile.turn > 0 || (main.cleared != nullptr && !uneven))
+    if (tells_finished(tile) && (tile.turn > 0 || (main.cleared != nullptr && !uneven)))
       main.finished = reinterpret_cast<unsigned*>(memory + places.finished_at);
   }
 

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_c
     if constexpr (C::kTurns) {
       if (threadIdx.x == 64) BackwardOrder<C>{p, base, barriers}.await();
       if (threadIdx.x == 96) BackwardOrder<C>{p, base, barriers}.pass_on();
-    } else if constexpr (C::kSums) {
+    } else if constexpr (C::kTells) {
       if (threadIdx.x == 64 && p.finished != nullptr) BackwardCounter<C>{p, base, barriers}.run();
     }
   } else if (C::kSums && warpgroup == 3) {

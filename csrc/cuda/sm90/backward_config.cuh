@@ -18,6 +18,7 @@ struct BackwardConfig {
   static constexpr bool kCapped = kCapped_;  // softcap: an instance of its own, so that the others carry no branch
   static constexpr bool kSums = kTile.sums;  // else dS stays in its warpgroup
   static constexpr bool kTurns = kTile.turn > 0;
+  static constexpr bool kTells = tells_finished(kTile);
   static constexpr int kDim = kTile.bucket, kPanels = kDim / 64;
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr bool kWide = kKeys == 64;  // one warpgroup has P and dV, another dS and dK; else each has both for 64 keys
@@ -56,7 +57,7 @@ struct BackwardConfig {
   static constexpr uint32_t kWorkBytes = 64;
   static constexpr uint32_t kWorkAt = kZeroAt + kZeroBytes;
   static constexpr uint32_t kBarriersAt = kWorkAt + kSlots * kWorkBytes;
-  static constexpr int kSumBarriers = kTurns ? 3 * kTurnStages : kSums ? kSlots : 0;  // of threads that follow the sums of dQ
+  static constexpr int kSumBarriers = kTurns ? 3 * kTurnStages : kTells ? kSlots : 0;  // of threads that follow the sums of dQ
   static constexpr uint32_t kSharedBytes =
       kBarriersAt + 8 * (2 * (kQueries + kGradients + kKeyStages + kValueStages + kScores) + 3 * kSlots + 2 + kSumBarriers);
   static_assert(kSharedBytes <= 232448);
@@ -96,7 +97,7 @@ struct BackwardBarriers {
     for (int i = 0; i < C::kKeyStages; ++i)
       init_stage(key_full(i), 1, key_empty(i), (C::kWide ? kWarps : kMain) + (C::kSums ? kWarps : 0));
     for (int i = 0; i < C::kScores; ++i) init_stage(score_full(i), C::kWide ? kWarps : kMain, score_empty(i), kWarps);
-    const int alone = (cleans ? 1 : 0) + (C::kTurns ? 2 : C::kSums && counts ? 1 : 0);  // threads beside the producer
+    const int alone = (cleans ? 1 : 0) + (C::kTurns ? 2 : C::kTells && counts ? 1 : 0);  // threads beside the producer
     for (int i = 0; i < C::kSlots; ++i) {
       init_stage(work_full(i), 1, work_empty(i), 32 * (kMain + (C::kSums ? kWarps : 0)) + alone);
       ptx::init_barrier(cleared(i), 1);
@@ -106,7 +107,7 @@ struct BackwardBarriers {
     if constexpr (C::kTurns) {
       for (int i = 0; i < C::kTurnStages; ++i)
         ptx::init_barrier(turn(i), 1), ptx::init_barrier(added(i), 32 * kWarps), ptx::init_barrier(noted(i), 1);
-    } else if constexpr (C::kSums) {
+    } else if constexpr (C::kTells) {
       for (int i = 0; i < C::kSlots; ++i) ptx::init_barrier(summed(i), 32 * kWarps);
     }
     ptx::fence_barrier_init();

@@ -141,7 +141,7 @@ struct BackwardProducer {
     while (more) {
       const BackwardSlot tile = slot_at(current);
       // The last tile of this block: once all have come to theirs, dQ of finished planes is converted where blocks have ended.
-      if (C::kSums && ptx::load_shared_volatile(tile.index()) + static_cast<int>(gridDim.x) >= p.tiles)
+      if (C::kTells && ptx::load_shared_volatile(tile.index()) + static_cast<int>(gridDim.x) >= p.tiles)
         ptx::launch_kernel_behind();
       more = feed(tile);
       current = current + 1 == C::kSlots ? 0 : current + 1;

@@ -136,7 +136,7 @@ struct QueryGradients : BackwardWorker<C> {
       }
       release(barriers.key_empty(key.stage));
       key.next();
-      if (!C::kTurns && p.finished != nullptr) ptx::arrive(barriers.summed(slot.stage_before()));
+      if (C::kTells && !C::kTurns && p.finished != nullptr) ptx::arrive(barriers.summed(slot.stage_before()));
     }
   }
 };
