@@ -63,6 +63,8 @@ CASES = [
     Case("rows-40", rows=40, heads=6, right=0, keys=333, lengths=(333, 17)),
     *(Case(f"D{d}", head_dim=d, keys=333, heads=6) for d in (8, 24, 64, 80, 96, 128, 136, 192, 256)),
     Case("D128-16-lanes", batch=1, heads=16, kv_heads=1, head_dim=128, keys=1200),
+    Case("D128-lengths", batch=4, heads=8, head_dim=128, keys=1000, lengths=(0, 1, 129, 1000)),
+    Case("D128-causal", batch=1, heads=64, kv_heads=8, head_dim=128, keys=3072, lengths=(3057,), right=0),
     Case("D256-16-lanes", heads=16, kv_heads=1, head_dim=256, keys=600, rows=2, right=0),
     Case("D60", head_dim=60),
     Case("D320", head_dim=320),

@@ -77,6 +77,38 @@ TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   EXPECT_EQ(cut.splits, 14);
 }
 
+TEST(DecodePlan, ShortCachesWithoutOptionsAreBare) {
+  const auto variant = [](const Decode& d) { return plan_decode(d, device(9)).variant; };
+  const Decode plain = decode(1, 1024, 32, 8, 128);
+  EXPECT_EQ(variant(plain), decode::kBareCluster);
+  EXPECT_EQ(variant(decode(2, 1024, 32, 8, 128)), decode::kShortCluster) << "clusters of 4";
+  EXPECT_EQ(variant(decode(1, 3072, 8, 8, 128)), decode::kBareCluster);
+  EXPECT_EQ(variant(decode(1, 3088, 8, 8, 128)), decode::kShortCluster) << "more than the rings hold";
+  EXPECT_EQ(variant(decode(1, 2048, 32, 8, 120)), decode::kShortCluster);
+  EXPECT_EQ(variant(decode(1, 2048, 16, 8, 128, 2)), decode::kShortCluster) << "two rows";
+  EXPECT_EQ(variant(decode(1, 2048, 8, 1, 128)), decode::kShortCluster) << "two clusters";
+  Decode d = plain;
+  const int32_t lengths = 0;
+  d.cache.lengths = &lengths;
+  d.problem.bottom_right = true;
+  d.problem.right = 0;
+  EXPECT_EQ(variant(d), decode::kBareCluster) << "the last row of a causal call sees all keys";
+  d.problem.bottom_right = false;
+  EXPECT_NE(variant(d), decode::kBareCluster) << "one key";
+  const auto with = [&](auto change) {
+    Decode changed = plain;
+    change(changed);
+    return variant(changed);
+  };
+  EXPECT_EQ(with([&](Decode& x) { x.cache.block_table = &lengths; }), decode::kShortCluster);
+  EXPECT_EQ(with([&](Decode& x) { x.cache.batch_index = &lengths; }), decode::kShortCluster);
+  EXPECT_EQ(with([&](Decode& x) { x.cache.left_pad = &lengths; }), decode::kShortCluster);
+  EXPECT_EQ(with([&](Decode& x) { x.problem.alibi_slopes = &lengths; }), decode::kShortCluster);
+  EXPECT_EQ(with([&](Decode& x) { x.problem.sinks = &lengths; }), decode::kShortCluster);
+  EXPECT_EQ(with([](Decode& x) { x.problem.softcap = 20; }), decode::kShortCluster);
+  EXPECT_EQ(with([](Decode& x) { x.problem.left = 1000; }), decode::kShortCluster);
+}
+
 TEST(DecodePlan, CutsUnknownLengthsIntoUnits) {
   Decode d = decode(32, 32768, 32, 8, 128);
   const int32_t lengths = 0;

@@ -9,17 +9,42 @@
 
 namespace flash::decode {
 
+// The arguments of a bare call: what it lacks as constants, which leave no code.
+template <int kVariant>
+__device__ __forceinline__ Arguments bare(Arguments a) {
+  a.left_pad = a.batch_index = a.block_table = nullptr;
+  a.alibi_slopes = a.sinks = nullptr;
+  a.head_dim = a.value_dim = kTiles[kVariant].bucket;
+  a.rows = a.row_tiles = 1;
+  a.by_group.inverse = 1;  // every lane is of row 0
+  a.left = a.right = 1 << 29;
+  a.bottom_right = a.capped = a.evict_first = false;
+  a.first_batch = a.first_plane = a.unit = 0;
+  a.cluster = a.splits = kLargestCluster;
+  return a;
+}
+
+template <int kVariant>
+__device__ __forceinline__ decltype(auto) known(const Arguments& a) {
+  if constexpr (kTiles[kVariant].bare) {
+    return bare<kVariant>(a);
+  } else {
+    return (a);
+  }
+}
+
 template <class T, int kVariant>
 __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].resident)
-    decode_kernel(const __grid_constant__ Arguments a) {
+    decode_kernel(const __grid_constant__ Arguments arguments) {
   constexpr Tile kTile = kTiles[kVariant];
   // K's half of a stage is filled again as soon as it is multiplied: up to 2 % faster where few bytes are under way, and not at D64.
-  constexpr bool kEarly = kTile.bucket > 64;
+  constexpr bool kEarly = kTile.bucket > 64 && !kTile.bare;
   extern __shared__ __align__(1024) char shared[];
   float* sums = reinterpret_cast<float*>(shared);
   float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile));
   char* rest = shared + ring_bytes(kTile) + state_bytes(kTile);  // flag, barrier, inbox
 
+  const Arguments& a = known<kVariant>(arguments);
   Ring<kVariant>::prefetch_table(a, a.first_batch + blockIdx.z);
   Warp<T, kVariant>::prefetch_query(a);
   const Segment s = Segment::find<kVariant>(a);
@@ -49,8 +74,12 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
       ring.issue_keys(next);
     });
     __syncwarp();
-    if (!kEarly) ring.issue_keys(next);
-    ring.issue_values(next);
+    if constexpr (kTile.bare) {
+      ring.advance();
+    } else {
+      if (!kEarly) ring.issue_keys(next);
+      ring.issue_values(next);
+    }
   }
   lanes.store(finish.sums_of(warp), states + warp * kTile.lanes);  // over its own ring, of which nothing is under way
   __syncthreads();

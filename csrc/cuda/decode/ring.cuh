@@ -95,6 +95,9 @@ struct Ring {
       if (table != nullptr && !whole) find((chunk + kWarps) * kKeys + (threadIdx.x & 31) % kKeys, &entry, &slot);
       locate(chunk + kWarps);
     }
+    advance();
+  }
+  __device__ __forceinline__ void advance() {
     ptx::commit_copies();
     stage += kStage;
     if (stage == first + kTile.stages * kStage) stage = first;
