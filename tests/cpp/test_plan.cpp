@@ -209,6 +209,11 @@ TEST(Plan, TheHopperBackwardTakesWhatItCan) {
         const Plan usual = plan(many, &asked, device, Choice::kAny);
         asked.deterministic = true;
         const Plan turns = plan(many, &asked, device, Choice::kAny);
+        // Few blocks of rows, and dim 256 under a mask, are faster with dQ by itself.
+        if (rows < (dim == 64 ? 1024 : dim == 128 ? 2048 : 4096) || (dim == 256 && right == 0)) {
+          EXPECT_GT(turns.row_blocks, 0) << dim << ", " << rows;
+          continue;
+        }
         EXPECT_EQ(turns.row_blocks, 0) << dim << ", " << rows;
         EXPECT_LE(turns.workspace_bytes, usual.workspace_bytes + 4 * 16384 / 64 * many.heads + 256) << dim << ", " << rows;
         EXPECT_NE(describe(many, &asked, device, turns).find("take turns"), std::string::npos);

@@ -108,6 +108,7 @@ struct BackwardTile {
   // Blocks of rows after which a tile passes dQ on to the next tile of the head, so that all sums have one order (backward_order.cuh):
   // a power of two. 0: sums in the order of time.
   int turn = 0;
+  int least = 0;  // blocks of rows from which on turns are faster than dQ by itself
 };
 
 inline constexpr BackwardTile kBackwardTiles[] = {
@@ -119,10 +120,13 @@ inline constexpr BackwardTile kBackwardTiles[] = {
     {64, 64, 192, 6, 6, false},
     {128, 64, 128, 3, 3, false},  // 5: 199 KB
     {256, 64, 64, 2, 2, false},   // 6: 207 KB
-    // 7 to 9: as 0 to 2, in turns. Longer turns need fewer fences, shorter ones let tiles follow each other closely.
-    {64, 128, 128, 3, 2, true, 2},
-    {128, 64, 128, 3, 2, true, 2},
-    {256, 64, 64, 2, 2, true, 1},
+    // 7 to 9: as 0 to 2, in turns. Longer turns need fewer fences, shorter ones let tiles follow each other closely. Beside dQ by itself:
+    // 7: 512 rows -13 %, 1k +6 %, 4k +32 %, 8k +35 %; causal -4, +4, +22, +29 %. With 4 blocks a turn -2 to -16 %, 1 the same.
+    {64, 128, 128, 3, 2, true, 2, 8},
+    // 8: 1k rows -9 %, 2k +8 %, 4k +15 %, 8k +17 %; causal -13, +2, +11, +14 %. With 1 block a turn -1 to -12 %, 4 -2 to -6 %.
+    {128, 64, 128, 3, 2, true, 2, 24},
+    // 9: 1k rows -12 %, 2k 0, 4k +7 %, 8k +8 %, 16k +14 %; causal -4 to -21 %. With 2 blocks a turn -3 to +1 %.
+    {256, 64, 64, 2, 2, true, 1, 48},
 };
 // Warpgroups beside that of dQ: 64 keys each, or two that share them.
 constexpr int groups_of(const BackwardTile& tile) { return tile.keys == 64 ? 2 : tile.keys / 64; }
@@ -158,7 +162,7 @@ constexpr int row_gradient_variant(const problem::Problem& p) {
 
 constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-// Q, dO and dQ of heads that are worked on at the same time stay in L2.
+// Q, dO and dQ of heads that are worked on at the same time stay in L2. In turns 20 MB lose 0 to 10 %, 80 MB up to 28 %.
 inline constexpr int64_t kSectionBytes = 40 << 20;
 
 // Planes (sequence, kv head) whose tiles take turns, handed out together. The tiles of a plane are spread over all rows of all its query
@@ -177,14 +181,15 @@ constexpr int64_t turn_section(const problem::Problem& p) {
 // tile. And a sixth of the whole time must be enough for all to begin or, under a mask, where the longest tiles come last, to end.
 inline bool passes_on(const problem::Problem& p, const BackwardTile& tile, int64_t multiprocessors) {
   if (p.packed()) return false;  // lengths are known to the GPU alone
+  const bool masked = p.left < problem::kOpen || p.right < problem::kOpen;
   const int64_t key_tiles = divide_up(p.keys, tile.keys), units = divide_up(p.rows, tile.rows);
+  if (units < tile.least || (masked && tile.bucket > 128)) return false;  // as measured
   if (key_tiles >= 256 * units) return false;  // a thread of the kernel before clears what a tile has passed on
   const int64_t tiles = p.batch * p.kv_heads * key_tiles, blocks = tiles < multiprocessors ? tiles : multiprocessors;
   const int64_t seen = p.left + p.right + tile.keys;  // rows, by a tile
   const int64_t steps = (seen < p.rows ? divide_up(seen < 0 ? 0 : seen, tile.rows) : units) * (p.heads / p.kv_heads);
   const int64_t room = 2 * steps * turn_section(p), apart = 2 * tile.turn + 1;  // half steps
-  if (p.left >= problem::kOpen && p.right >= problem::kOpen)
-    return room >= apart * blocks && room * tiles >= 6 * apart * blocks * blocks;
+  if (!masked) return room >= apart * blocks && room * tiles >= 6 * apart * blocks * blocks;
   const int64_t own = 2 * (tile.keys / tile.rows);
   return room >= 2 * (apart > own ? apart - own : 1) * blocks && tiles >= 6 * blocks;
 }
