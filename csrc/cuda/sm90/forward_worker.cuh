@@ -68,7 +68,7 @@ struct ForwardWorker {
 
   // With one buffer of Q after the last S of a tile; with more there is time until the end of the tile.
   __device__ __forceinline__ void release_query(bool last) {
-    if (last && lane == 0) ptx::arrive(barriers.query_empty(query.stage, part()));
+    if (last) release(barriers.query_empty(query.stage, part()));
   }
   __device__ __forceinline__ void release_key() {
     release(barriers.key_empty(key.stage));
