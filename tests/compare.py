@@ -220,6 +220,7 @@ def method_errors(case: Case, inputs: Inputs, truth: dict[str, Tensor], dtype: t
         group = inputs.query.size(1) / max(1, inputs.key.size(1))
         errors["dquery"] = walk([]) * scale * largest(inputs.key)
         errors["dkey"] = walk([2]) * math.sqrt(group) * scale * largest(inputs.query)
+        errors["dsinks"] = walk([0, 2])
     if "dmask" in truth and inputs.mask is not None and (case.dropout_p > 0 or inputs.mask.size(2) == 1):
         errors["dmask"] = walk([dim for dim in range(3) if inputs.mask.size(dim) == 1])
     return errors
@@ -254,7 +255,7 @@ def compare(
                 if name == "dmask":  # of a broadcast mask: adds up the roundings of many rows, which cancel in the truth
                     size = largest * math.sqrt(truth["lse"].numel() / max(1, math.prod(truth[name].shape[:3])))
                 extra = (slack or {}).get(name, 0.0) + (0.0 if name == "out" else lost)
-                if name in operands and truth[name].numel() < FEW:
+                if name != "out" and truth[name].numel() < FEW:
                     extra += GRADIENT * worst
                 assert_within(name, ours[name], truth[name], plain[name], factor, dtype, size, extra)
         except AssertionError as problem:
