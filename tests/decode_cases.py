@@ -75,6 +75,7 @@ CASES = [
     *(Case(f"page-{p}", page=p, keys=p * -(-410 // p), lengths=(410, 37), head_dim=128) for p in (1, 3, 8, 16, 17, 48, 128, 256)),
     Case("page-16-heads-first", page=16, keys=320, lengths=(300, 5), order="BHSD"),
     Case("page-16-long", batch=3, heads=8, page=16, keys=4800, lengths=(4800, 100, 3333), head_dim=128),
+    Case("page-16-rings", batch=4, heads=16, page=16, keys=3072, lengths=(3072, 0, 17, 2999), head_dim=128),
     Case("page-64-units", batch=18, page=64, keys=2560, lengths=(2560, 64, 63, *[1500] * 15)),
     Case("page-1-rows", page=1, keys=200, lengths=(200, 3), rows=4, right=0, left=50),
     Case("window", keys=1000, left=100, right=0),

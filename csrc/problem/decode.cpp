@@ -62,13 +62,14 @@ bool evicts_first(const Decode& d) {
 }
 
 // Whether a bare tile takes the call, of which each of `splits` CTAs gets its part.
-bool is_bare(const Decode& d, const decode::Tile& tile, int64_t splits) {
+bool takes(const decode::Tile& tile, const Decode& d, int64_t splits) {
   const Problem& p = d.problem;
   const Cache& c = d.cache;
   const bool sees_all = p.left >= p.keys && p.right >= (p.bottom_right ? 0 : p.keys);
-  const bool contiguous = c.left_pad == nullptr && c.block_table == nullptr && c.batch_index == nullptr;
-  const bool options = p.softcap > 0 || p.alibi_slopes != nullptr || p.sinks != nullptr;
-  return p.rows == 1 && sees_all && contiguous && !options && !evicts_first(d) && p.head_dim == tile.bucket &&
+  const bool placed = c.block_table == nullptr ? !tile.paged : tile.paged && c.page_size % 16 == 0;
+  const bool options =
+      p.softcap > 0 || p.alibi_slopes != nullptr || p.sinks != nullptr || c.left_pad != nullptr || c.batch_index != nullptr;
+  return p.rows == 1 && sees_all && placed && !options && !evicts_first(d) && p.head_dim == tile.bucket &&
          p.value_dim == tile.bucket && p.keys <= splits * tile.warps * tile.stages * tile.keys;
 }
 
@@ -83,9 +84,10 @@ void choose_cluster(Plan& plan, const Decode& d, int64_t planes, int64_t chunks)
   const int64_t most = planes < 8 ? std::min<int64_t>(8, 14 / planes) : 1;
   const int64_t useful = chunks / (int64_t{plan.cluster} * decode::kTiles[plan.variant].warps);
   plan.splits = plan.cluster * static_cast<int>(std::clamp<int64_t>(useful, 1, std::max<int64_t>(most, 1)));
-  const decode::Tile& bare = decode::kTiles[decode::kBareCluster];
-  if (plan.variant == decode::kShortCluster && plan.splits == decode::kLargestCluster && is_bare(d, bare, plan.splits))
-    plan.variant = decode::kBareCluster;
+  if (plan.variant != decode::kShortCluster || plan.splits != decode::kLargestCluster) return;
+  for (const int bare : {decode::kBareCluster, decode::kPagedCluster}) {
+    if (takes(decode::kTiles[bare], d, plan.splits)) plan.variant = bare;
+  }
 }
 
 void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t planes, int64_t chunks) {
@@ -97,7 +99,9 @@ void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t pla
     if (plan.cluster > 1) return;
   }
   if (d.cache.lengths != nullptr && planes > 16) {  // units balance sequences of unequal lengths
-    const int64_t unit = (keys <= 16384 && planes * 4 < multiprocessors * 3 ? 1024 : 4096) / tile.keys;
+    // Shorter ones where few planes have few keys, but not shorter than it takes for two CTAs a multiprocessor.
+    const int64_t few = planes * ceil_div(keys, 2048) < 2 * multiprocessors ? 1024 : 2048;
+    const int64_t unit = (keys <= 16384 && planes * 4 < multiprocessors * 3 ? few : 4096) / tile.keys;
     plan.splits = static_cast<int>(ceil_div(chunks, unit));
     if (plan.splits > 1) plan.unit = static_cast<int>(unit);
   } else if (planes * 4 < multiprocessors * 3) {

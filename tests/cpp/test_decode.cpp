@@ -100,7 +100,12 @@ TEST(DecodePlan, ShortCachesWithoutOptionsAreBare) {
     change(changed);
     return variant(changed);
   };
-  EXPECT_EQ(with([&](Decode& x) { x.cache.block_table = &lengths; }), decode::kShortCluster);
+  const auto paged = [&](int64_t page) {
+    return with([&](Decode& x) { x.cache.block_table = &lengths, x.cache.page_size = page; });
+  };
+  EXPECT_EQ(paged(1), decode::kShortCluster);
+  EXPECT_EQ(paged(16), decode::kPagedCluster);
+  EXPECT_EQ(paged(24), decode::kShortCluster);
   EXPECT_EQ(with([&](Decode& x) { x.cache.batch_index = &lengths; }), decode::kShortCluster);
   EXPECT_EQ(with([&](Decode& x) { x.cache.left_pad = &lengths; }), decode::kShortCluster);
   EXPECT_EQ(with([&](Decode& x) { x.problem.alibi_slopes = &lengths; }), decode::kShortCluster);
@@ -110,12 +115,17 @@ TEST(DecodePlan, ShortCachesWithoutOptionsAreBare) {
 }
 
 TEST(DecodePlan, CutsUnknownLengthsIntoUnits) {
-  Decode d = decode(32, 32768, 32, 8, 128);
   const int32_t lengths = 0;
-  d.cache.lengths = &lengths;
-  const Plan found = plan_decode(d, device(9));
-  EXPECT_EQ(found.unit * found.tile_keys, 4096);
-  EXPECT_EQ(found.splits, 8);
+  const auto expect = [&](int64_t batch, int64_t keys, int unit) {
+    Decode d = decode(batch, keys, 32, 8, 128);
+    d.cache.lengths = &lengths;
+    const Plan found = plan_decode(d, device(9));
+    EXPECT_EQ(found.unit * found.tile_keys, unit) << batch << " x " << keys;
+    EXPECT_EQ(found.splits, keys / unit) << batch << " x " << keys;
+  };
+  expect(32, 32768, 4096);
+  expect(8, 16384, 2048);
+  expect(4, 8192, 1024);
 }
 
 TEST(DecodePlan, WindowsShortenWhatIsCut) {

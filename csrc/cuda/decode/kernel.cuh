@@ -12,7 +12,8 @@ namespace flash::decode {
 // The arguments of a bare call: what it lacks as constants, which leave no code.
 template <int kVariant>
 __device__ __forceinline__ Arguments bare(Arguments a) {
-  a.left_pad = a.batch_index = a.block_table = nullptr;
+  a.left_pad = a.batch_index = nullptr;
+  if (!kTiles[kVariant].paged) a.block_table = nullptr;
   a.alibi_slopes = a.sinks = nullptr;
   a.head_dim = a.value_dim = kTiles[kVariant].bucket;
   a.rows = a.row_tiles = 1;

@@ -16,6 +16,7 @@ struct Ring {
   static constexpr Tile kTile = kTiles[kVariant];
   static constexpr int kKeys = kTile.keys, kWarps = kTile.warps, kRuns = kKeys / kRun;
   static constexpr int kPieces = kTile.bucket / 8, kRows = 32 / kPieces;  // a copy of all lanes brings kRows rows
+  static constexpr bool kMany = !kTile.bare;                              // more than 32 runs may come
   static constexpr int kPanel = kKeys * 128, kHalf = kKeys * kTile.bucket * 2, kStage = 2 * kHalf;
 
   const char *key, *value;          // this lane's piece of its first row of the sequence, or of entry 0 under a block table
@@ -58,11 +59,11 @@ struct Ring {
     } else {
       table += s.batch * a.table_stride;
       page_size = a.page_size, last_entry = a.entries - 1, by_page = a.by_page;
-      whole = page_size % kRun == 0;
+      whole = kTile.bare || page_size % kRun == 0;
       used = 0;
       if (whole) {
         find(key_of_run(chunk, lane), &entry, &slot);
-        find(key_of_run(chunk, 32 + lane), &coming_entry, &coming_slot);
+        if (kMany) find(key_of_run(chunk, 32 + lane), &coming_entry, &coming_slot);
       } else {
         find(chunk * kKeys + lane % kKeys, &entry, &slot);
       }
@@ -137,7 +138,7 @@ struct Ring {
         next_value[run] = value + page * value_entry + row * value_row;
         ++used;
       }
-      if ((used & 31) == 0) {
+      if (kMany && (used & 31) == 0) {
         entry = coming_entry, slot = coming_slot;
         find(key_of_run(chunk + kWarps, 32 + (threadIdx.x & 31)), &coming_entry, &coming_slot);
       }

@@ -8,5 +8,6 @@ template cudaError_t launch<__nv_bfloat16, 8>(const Arguments&, dim3, cudaStream
 template cudaError_t launch<__nv_bfloat16, 9>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__nv_bfloat16, 11>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__nv_bfloat16, 12>(const Arguments&, dim3, cudaStream_t);
+template cudaError_t launch<__nv_bfloat16, 13>(const Arguments&, dim3, cudaStream_t);
 
 }  // namespace flash::decode

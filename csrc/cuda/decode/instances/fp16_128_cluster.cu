@@ -8,5 +8,6 @@ template cudaError_t launch<__half, 8>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__half, 9>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__half, 11>(const Arguments&, dim3, cudaStream_t);
 template cudaError_t launch<__half, 12>(const Arguments&, dim3, cudaStream_t);
+template cudaError_t launch<__half, 13>(const Arguments&, dim3, cudaStream_t);
 
 }  // namespace flash::decode
