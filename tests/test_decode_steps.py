@@ -196,3 +196,33 @@ def test_ordinary_calls_with_few_rows(head_dim: int, heads: int, kv_heads: int, 
         (ours,) = torch.autograd.grad(out.float().square().sum(), query)
         (theirs,) = torch.autograd.grad(true.square().sum(), query)
         assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max() + 1e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=compare.dtype_name)
+@pytest.mark.parametrize("page", [None, 16, 48])
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "keys"), [(1, 8, 1024), (1, 8, 40000), (2, 8, 20000), (1, 1, 30000), (1, 3, 9000), (1, 8, 131072)]
+)
+def test_instances_agree(batch: int, kv_heads: int, keys: int, page: int | None, dtype: torch.dtype, cuda: str):
+    """Calls of one query row without options have instances of their own. An option that changes nothing leads to the others."""
+    size = page or keys
+    blocks = -(-keys // size)
+    key, value = (torch.randn(batch * blocks, size, kv_heads, 128, device=cuda, dtype=dtype).transpose(1, 2) for _ in range(2))
+    query = torch.randn(batch, 4 * kv_heads, 1, 128, device=cuda, dtype=dtype)
+    table = torch.randperm(batch * blocks, device=cuda).view(batch, blocks).int() if page else None
+    nothing = torch.zeros(batch, device=cuda, dtype=torch.int32)
+    for length in (keys, keys - 77, keys // 3, 5):
+        block, rest = divmod(length, size)
+        if rest:
+            last = table[:, block].long() if table is not None else torch.arange(batch, device=cuda)
+            for cache in (key, value):
+                cache[last, :, rest:] = torch.nan
+        lengths = nothing + length
+        ours = flash_attn_ext.attention_decode(query, key, value, lengths, block_table=table, return_lse=True)
+        others = flash_attn_ext.attention_decode(
+            query, key, value, lengths, block_table=table, cache_left_pad=nothing, return_lse=True
+        )  # fmt: skip
+        largest = float(others[0].abs().max())
+        torch.testing.assert_close(ours[0], others[0], rtol=1e-2, atol=1e-3 * largest)
+        torch.testing.assert_close(ours[1], others[1], rtol=1e-6, atol=1e-6)

@@ -61,16 +61,22 @@ bool evicts_first(const Decode& d) {
   return bytes >= 16'000'000 && bytes <= 200'000'000;
 }
 
-// Whether a bare tile takes the call, of which each of `splits` CTAs gets its part.
-bool takes(const decode::Tile& tile, const Decode& d, int64_t splits) {
+// Whether bare tiles take the call.
+bool is_bare(const Decode& d) {
   const Problem& p = d.problem;
   const Cache& c = d.cache;
   const bool sees_all = p.left >= p.keys && p.right >= (p.bottom_right ? 0 : p.keys);
-  const bool placed = c.block_table == nullptr ? !tile.paged : tile.paged && c.page_size % 16 == 0;
   const bool options =
       p.softcap > 0 || p.alibi_slopes != nullptr || p.sinks != nullptr || c.left_pad != nullptr || c.batch_index != nullptr;
-  return p.rows == 1 && sees_all && placed && !options && !evicts_first(d) && p.head_dim == tile.bucket &&
-         p.value_dim == tile.bucket && p.keys <= splits * tile.warps * tile.stages * tile.keys;
+  return p.rows == 1 && sees_all && !options && (c.block_table == nullptr || c.page_size % 16 == 0) && p.head_dim == 128 &&
+         p.value_dim == 128;
+}
+
+// The tile for clusters in place of one for tickets.
+int cluster_variant(int variant, const Decode& d, int cluster) {
+  if (variant == 2 && cluster >= decode::kLargestCluster / 2 && is_bare(d)) return decode::kBareCluster;
+  const bool is_long = variant == 2 && d.cache.block_table == nullptr && cache_bytes(d) > 300'000'000;
+  return is_long ? decode::kLongCluster : variant + decode::kFirstCluster;
 }
 
 // Clusters of 8 where few (sequence, kv head) pairs leave most of the GPU idle, several per pair where even they do. At most 14 of
@@ -79,15 +85,14 @@ void choose_cluster(Plan& plan, const Decode& d, int64_t planes, int64_t chunks)
   plan.cluster = planes < 16 ? decode::kLargestCluster : decode::kLargestCluster / 2;
   while (plan.cluster > 1 && plan.cluster > chunks) plan.cluster /= 2;
   if (plan.cluster == 1) return;
-  const bool is_long = d.cache.block_table == nullptr && cache_bytes(d) > 300'000'000;
-  plan.variant = is_long && plan.variant == 2 ? decode::kLongCluster : plan.variant + decode::kFirstCluster;
+  plan.variant = cluster_variant(plan.variant, d, plan.cluster);
   const int64_t most = planes < 8 ? std::min<int64_t>(8, 14 / planes) : 1;
   const int64_t useful = chunks / (int64_t{plan.cluster} * decode::kTiles[plan.variant].warps);
   plan.splits = plan.cluster * static_cast<int>(std::clamp<int64_t>(useful, 1, std::max<int64_t>(most, 1)));
-  if (plan.variant != decode::kShortCluster || plan.splits != decode::kLargestCluster) return;
-  for (const int bare : {decode::kBareCluster, decode::kPagedCluster}) {
-    if (takes(decode::kTiles[bare], d, plan.splits)) plan.variant = bare;
-  }
+  const decode::Tile& once = decode::kTiles[decode::kBareOnce];
+  if (plan.variant == decode::kBareCluster && plan.splits == decode::kLargestCluster && plan.cluster == plan.splits &&
+      !evicts_first(d) && chunks <= int64_t{plan.splits} * once.warps * once.stages)
+    plan.variant = decode::kBareOnce;
 }
 
 void choose_parts(Plan& plan, const Decode& d, const Device& device, int64_t planes, int64_t chunks) {

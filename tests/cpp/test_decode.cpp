@@ -43,6 +43,8 @@ Decode decode(int64_t batch, int64_t keys, int64_t heads, int64_t kv_heads, int6
   return as_decode(p);
 }
 
+constexpr int kGeneral = decode::kFirstCluster + 2;  // of D128
+
 TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   const Plan few = plan_decode(decode(1, 8192, 32, 8, 128), device(9));
   EXPECT_EQ(few.cluster, 8) << "one cluster per kv head";
@@ -61,10 +63,15 @@ TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   EXPECT_EQ(half.variant, 2) << "one on each";
   EXPECT_EQ(plan_decode(decode(64, 4096, 32, 8, 128), device(8)).variant, 2);
   Decode paged = decode(1, 131072, 32, 8, 128);
-  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kLongCluster);
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kBareCluster);
   const int32_t table = 0;
   paged.cache.block_table = &table;
-  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kFirstCluster + 2);
+  paged.cache.page_size = 16;
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kBareCluster);
+  paged.problem.softcap = 20;
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, kGeneral);
+  paged.cache.block_table = nullptr;
+  EXPECT_EQ(plan_decode(paged, device(9)).variant, decode::kLongCluster);
   const Plan ampere = plan_decode(decode(1, 8192, 32, 8, 128), device(8));
   EXPECT_EQ(ampere.cluster, 1);
   EXPECT_EQ(ampere.splits, 108 / 8);
@@ -77,24 +84,27 @@ TEST(DecodePlan, FillsTheMemorySystemAndNoMore) {
   EXPECT_EQ(cut.splits, 14);
 }
 
-TEST(DecodePlan, ShortCachesWithoutOptionsAreBare) {
+TEST(DecodePlan, ClustersWithoutOptionsAreBare) {
   const auto variant = [](const Decode& d) { return plan_decode(d, device(9)).variant; };
   const Decode plain = decode(1, 1024, 32, 8, 128);
-  EXPECT_EQ(variant(plain), decode::kBareCluster);
-  EXPECT_EQ(variant(decode(2, 1024, 32, 8, 128)), decode::kShortCluster) << "clusters of 4";
-  EXPECT_EQ(variant(decode(1, 3072, 8, 8, 128)), decode::kBareCluster);
-  EXPECT_EQ(variant(decode(1, 3088, 8, 8, 128)), decode::kShortCluster) << "more than the rings hold";
-  EXPECT_EQ(variant(decode(1, 2048, 32, 8, 120)), decode::kShortCluster);
-  EXPECT_EQ(variant(decode(1, 2048, 16, 8, 128, 2)), decode::kShortCluster) << "two rows";
-  EXPECT_EQ(variant(decode(1, 2048, 8, 1, 128)), decode::kShortCluster) << "two clusters";
+  EXPECT_EQ(variant(plain), decode::kBareOnce);
+  EXPECT_EQ(variant(decode(1, 3072, 8, 8, 128)), decode::kBareOnce);
+  EXPECT_EQ(variant(decode(1, 3073, 8, 8, 128)), decode::kBareCluster) << "more than the rings hold";
+  EXPECT_EQ(variant(decode(2, 1024, 32, 8, 128)), decode::kBareCluster) << "clusters of 4";
+  EXPECT_EQ(variant(decode(1, 48, 32, 8, 128)), kGeneral) << "clusters of 2";
+  EXPECT_EQ(variant(decode(1, 2048, 8, 1, 128)), decode::kBareCluster) << "two clusters";
+  EXPECT_EQ(variant(decode(15, 1100, 1, 1, 128)), decode::kBareOnce);
+  EXPECT_EQ(variant(decode(1, 2048, 32, 8, 64)), decode::kFirstCluster);
+  EXPECT_EQ(variant(decode(1, 2048, 32, 8, 120)), kGeneral);
+  EXPECT_EQ(variant(decode(1, 2048, 16, 8, 128, 2)), kGeneral) << "two rows";
   Decode d = plain;
   const int32_t lengths = 0;
   d.cache.lengths = &lengths;
   d.problem.bottom_right = true;
   d.problem.right = 0;
-  EXPECT_EQ(variant(d), decode::kBareCluster) << "the last row of a causal call sees all keys";
+  EXPECT_EQ(variant(d), decode::kBareOnce) << "the last row of a causal call sees all keys";
   d.problem.bottom_right = false;
-  EXPECT_NE(variant(d), decode::kBareCluster) << "one key";
+  EXPECT_LT(variant(d), decode::kBareOnce) << "one key";
   const auto with = [&](auto change) {
     Decode changed = plain;
     change(changed);
@@ -103,15 +113,15 @@ TEST(DecodePlan, ShortCachesWithoutOptionsAreBare) {
   const auto paged = [&](int64_t page) {
     return with([&](Decode& x) { x.cache.block_table = &lengths, x.cache.page_size = page; });
   };
-  EXPECT_EQ(paged(1), decode::kShortCluster);
-  EXPECT_EQ(paged(16), decode::kPagedCluster);
-  EXPECT_EQ(paged(24), decode::kShortCluster);
-  EXPECT_EQ(with([&](Decode& x) { x.cache.batch_index = &lengths; }), decode::kShortCluster);
-  EXPECT_EQ(with([&](Decode& x) { x.cache.left_pad = &lengths; }), decode::kShortCluster);
-  EXPECT_EQ(with([&](Decode& x) { x.problem.alibi_slopes = &lengths; }), decode::kShortCluster);
-  EXPECT_EQ(with([&](Decode& x) { x.problem.sinks = &lengths; }), decode::kShortCluster);
-  EXPECT_EQ(with([](Decode& x) { x.problem.softcap = 20; }), decode::kShortCluster);
-  EXPECT_EQ(with([](Decode& x) { x.problem.left = 1000; }), decode::kShortCluster);
+  EXPECT_EQ(paged(1), kGeneral);
+  EXPECT_EQ(paged(16), decode::kBareOnce);
+  EXPECT_EQ(paged(24), kGeneral);
+  EXPECT_EQ(with([&](Decode& x) { x.cache.batch_index = &lengths; }), kGeneral);
+  EXPECT_EQ(with([&](Decode& x) { x.cache.left_pad = &lengths; }), kGeneral);
+  EXPECT_EQ(with([&](Decode& x) { x.problem.alibi_slopes = &lengths; }), kGeneral);
+  EXPECT_EQ(with([&](Decode& x) { x.problem.sinks = &lengths; }), kGeneral);
+  EXPECT_EQ(with([](Decode& x) { x.problem.softcap = 20; }), kGeneral);
+  EXPECT_EQ(with([](Decode& x) { x.problem.left = 1000; }), kGeneral);
 }
 
 TEST(DecodePlan, CutsUnknownLengthsIntoUnits) {

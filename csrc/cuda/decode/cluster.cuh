@@ -20,6 +20,8 @@ struct Cluster {
   uint32_t barrier = ptx::shared_address(rest + 8);
   char* inbox = rest + 16;
   unsigned rank = ptx::cluster_rank();
+  // A bare tile's clusters are of 4 or 8, several per plane: their parts are added up 4 at a time.
+  static constexpr bool kFours = kTile.bare && !kTile.once;
 
   // Long before the first push: tells what this CTA will be sent.
   __device__ __forceinline__ void announce() const {
@@ -39,12 +41,12 @@ struct Cluster {
     push();
     ptx::wait(barrier, 0);
     const Arguments& a = finish.a;
-    const int clusters = a.splits / a.cluster;
+    const int clusters = count();
 #pragma unroll 1
     for (int mine = threadIdx.x; mine < a.cluster_share; mine += Sums::kThreads) {
       const int item = rank * a.cluster_share + mine;
       if (item >= finish.items()) break;
-      const Part part = Part::sum_of<kLargestCluster>(a.cluster, [&](int i, float4* out, float2* state) {
+      const Part part = Part::sum_of<kFours ? 4 : kLargestCluster, kFours>(a.cluster, [&](int i, float4* out, float2* state) {
         *out = outs()[i * a.cluster_share + mine];
         *state = states()[i * a.cluster_share + mine];
       });
@@ -64,9 +66,12 @@ struct Cluster {
   __device__ __forceinline__ float2* states() const {
     return reinterpret_cast<float2*>(inbox + finish.a.cluster * finish.a.cluster_share * 16);
   }
+  // Clusters of a plane.
+  __device__ __forceinline__ int count() const {
+    return kFours ? ptx::clusters_of_row() : finish.a.splits / finish.a.cluster;  // the division is long
+  }
   __device__ __forceinline__ int64_t published(int cluster, int item) const {
-    const Arguments& a = finish.a;
-    return (finish.plane() * (a.splits / a.cluster) + cluster) * (kTile.lanes * Sums::kColumns) + item;
+    return (finish.plane() * count() + cluster) * (kTile.lanes * Sums::kColumns) + item;
   }
 
   __device__ __forceinline__ void push() const {

@@ -13,8 +13,9 @@ struct Part {
 
   static __device__ __forceinline__ Part empty() { return {make_float4(0, 0, 0, 0), -INFINITY, 0}; }
 
-  // What the parts [0, count) come to, kBatch of them under way at a time. load(i, &out, &state) for i < count.
-  template <int kBatch, class Load>
+  // What the parts [0, count) come to, kBatch of them under way at a time. load(i, &out, &state) for i < count, which kEven says to be a
+  // multiple of kBatch.
+  template <int kBatch, bool kEven = false, class Load>
   static __device__ __forceinline__ Part sum_of(int count, const Load& load) {
     Part total = empty();
 #pragma unroll 1
@@ -24,8 +25,8 @@ struct Part {
       float top = total.max;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        load(min(i0 + i, count - 1), &out[i], &state[i]);
-        if (i0 + i >= count) state[i].x = -INFINITY;
+        load(kEven ? i0 + i : min(i0 + i, count - 1), &out[i], &state[i]);
+        if (!kEven && i0 + i >= count) state[i].x = -INFINITY;
         top = fmaxf(top, state[i].x);
       }
       total.scale(problem::Softmax<float>::rescale(total.max, top));

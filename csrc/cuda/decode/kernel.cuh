@@ -13,15 +13,17 @@ namespace flash::decode {
 template <int kVariant>
 __device__ __forceinline__ Arguments bare(Arguments a) {
   a.left_pad = a.batch_index = nullptr;
-  if (!kTiles[kVariant].paged) a.block_table = nullptr;
   a.alibi_slopes = a.sinks = nullptr;
   a.head_dim = a.value_dim = kTiles[kVariant].bucket;
   a.rows = a.row_tiles = 1;
   a.by_group.inverse = 1;  // every lane is of row 0
   a.left = a.right = 1 << 29;
-  a.bottom_right = a.capped = a.evict_first = false;
+  a.bottom_right = a.capped = false;
   a.first_batch = a.first_plane = a.unit = 0;
-  a.cluster = a.splits = kLargestCluster;
+  if (kTiles[kVariant].once) {
+    a.cluster = a.splits = kLargestCluster;
+    a.evict_first = false;
+  }
   return a;
 }
 
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
     decode_kernel(const __grid_constant__ Arguments arguments) {
   constexpr Tile kTile = kTiles[kVariant];
   // K's half of a stage is filled again as soon as it is multiplied: up to 2 % faster where few bytes are under way, and not at D64.
-  constexpr bool kEarly = kTile.bucket > 64 && !kTile.bare;
+  constexpr bool kEarly = kTile.bucket > 64 && !kTile.once;
   extern __shared__ __align__(1024) char shared[];
   float* sums = reinterpret_cast<float*>(shared);
   float2* states = reinterpret_cast<float2*>(shared + ring_bytes(kTile));
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kTiles[kVariant].warps * 32, kTiles[kVariant].
       ring.issue_keys(next);
     });
     __syncwarp();
-    if constexpr (kTile.bare) {
+    if constexpr (kTile.once) {
       ring.advance();
     } else {
       if (!kEarly) ring.issue_keys(next);

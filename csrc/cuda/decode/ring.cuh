@@ -16,7 +16,8 @@ struct Ring {
   static constexpr Tile kTile = kTiles[kVariant];
   static constexpr int kKeys = kTile.keys, kWarps = kTile.warps, kRuns = kKeys / kRun;
   static constexpr int kPieces = kTile.bucket / 8, kRows = 32 / kPieces;  // a copy of all lanes brings kRows rows
-  static constexpr bool kMany = !kTile.bare;                              // more than 32 runs may come
+  static constexpr int kAhead = kTile.bare ? 16 : 32;  // runs; how early the next 32 are looked up (32: before the first copy)
+  static constexpr bool kHints = kTile.bare && !kTile.once;  // every copy has a policy: code for one kind of copies
   static constexpr int kPanel = kKeys * 128, kHalf = kKeys * kTile.bucket * 2, kStage = 2 * kHalf;
 
   const char *key, *value;          // this lane's piece of its first row of the sequence, or of entry 0 under a block table
@@ -26,7 +27,7 @@ struct Ring {
   bool has_key, has_value;          // the piece lies inside head_dim, value_dim
   int begin, end, chunk_end;
   uint32_t first, stage;  // shared addresses: of the ring, of the stage that is filled next
-  uint64_t policy;        // of L2, 0: its own
+  uint64_t policy;        // of L2; 0: its own
   const char *next_key[kRuns],
       *next_value[kRuns];  // the runs of the chunk that is fetched next: known before its stage is free
 
@@ -44,7 +45,7 @@ struct Ring {
     const int chunk = s.chunk + (threadIdx.x >> 5);
     begin = s.begin, end = s.end, chunk_end = s.chunk_end;
     first = stage = shared + (threadIdx.x >> 5) * (kTile.stages * kStage);
-    policy = a.evict_first ? ptx::policy_evict_first() : 0;
+    policy = a.evict_first ? ptx::policy_evict_first() : kHints ? ptx::policy_evict_normal() : 0;
     any_key = static_cast<const char*>(a.key), any_value = static_cast<const char*>(a.value);
     key_row = a.key_strides.row * 2, value_row = a.value_strides.row * 2;
     key_entry = a.key_strides.batch * 2, value_entry = a.value_strides.batch * 2;
@@ -63,7 +64,7 @@ struct Ring {
       used = 0;
       if (whole) {
         find(key_of_run(chunk, lane), &entry, &slot);
-        if (kMany) find(key_of_run(chunk, 32 + lane), &coming_entry, &coming_slot);
+        if (kAhead == 32) find(key_of_run(chunk, 32 + lane), &coming_entry, &coming_slot);
       } else {
         find(chunk * kKeys + lane % kKeys, &entry, &slot);
       }
@@ -138,10 +139,9 @@ struct Ring {
         next_value[run] = value + page * value_entry + row * value_row;
         ++used;
       }
-      if (kMany && (used & 31) == 0) {
-        entry = coming_entry, slot = coming_slot;
-        find(key_of_run(chunk + kWarps, 32 + (threadIdx.x & 31)), &coming_entry, &coming_slot);
-      }
+      if ((used & 31) == 0) entry = coming_entry, slot = coming_slot;
+      if (((used + kAhead) & 31) == 0)
+        find(key_of_run(chunk + kWarps, kAhead + (threadIdx.x & 31)), &coming_entry, &coming_slot);
     }
   }
 
@@ -193,7 +193,7 @@ struct Ring {
       }
     };
     if (!has) return;
-    if (policy == 0) {
+    if (!kHints && policy == 0) {
       all([](uint32_t to, const char* source) { ptx::copy_16(to, source); });
     } else {
       all([&](uint32_t to, const char* source) { ptx::copy_16_hinted(to, source, policy); });

@@ -12,6 +12,13 @@ __device__ __forceinline__ uint64_t policy_evict_first() {
   return policy;
 }
 
+// createpolicy.fractional.L2::evict_normal: what a copy without a policy has.
+__device__ __forceinline__ uint64_t policy_evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // cp.async.cg with a policy.
 __device__ __forceinline__ void copy_16_hinted(uint32_t destination, const void* source, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
@@ -47,6 +54,13 @@ __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// %nclusterid.x
+__device__ __forceinline__ int clusters_of_row() {
+  int count;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
 }
 
 // barrier.cluster.arrive.relaxed: enough behind fence_barrier_init().
