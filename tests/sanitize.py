@@ -154,7 +154,8 @@ def run_small(_) -> None:
 
 # Clusters, one and several per head; tickets; units; pages of whole runs and others; appending; plain arithmetic.
 DECODE = ("plain", "long", "group-16", "page-16", "page-3", "page-16-long", "ragged-units", "page-64-units", "many-sequences",
-          "D256", "D96", "rows-40", "all", "D60", "batch-idx")  # fmt: skip
+          "D256", "D96", "rows-40", "all", "D60", "batch-idx", "D128-causal", "D128-rings", "D128-clusters", "D128-clusters-of-4",
+          "page-16-rings", "page-16-refill")  # fmt: skip
 
 
 def run_decode(name: str) -> None:
