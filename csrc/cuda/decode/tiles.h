@@ -34,10 +34,10 @@ inline constexpr Tile kTiles[] = {
     {256, 8, 4, 16, 3, 1},   // 10
     // Long contiguous caches: 2 % faster than 8, which is 2 % faster over pages.
     {128, 8, 8, 16, 2, 1},  // 11
-    // One query row without options: latency counts, and with it every line of code, which is fetched from memory to run once. Beside 8,
-    // of which an empty kernel takes 5 us: 1024 keys of 8 heads in 9.5 us instead of 10.2 (in pages 10.0, 10.7; filled again like 13 9.9),
-    // 4096 in 13.2 instead of 13.9, 8192 in 17.7 instead of 18.2 (18.5, 18.9), 16384 in 27.1 instead of 28.2 (27.1, 27.9). 3 stages are 0 to
-    // 3 % slower, and 12 % at half a GB. Without asking L2 for the first chunk early +0.1 us, for the query +0.05.
+    // One query row without options: latency counts, and with it every line of code, which is fetched from memory to run once. 8 heads, by
+    // graph where an empty kernel takes 5 us, beside 8: 1024 keys 9.5 us instead of 10.2 (in pages 10.0 and 10.7; by 13 9.9), 4096 13.2
+    // instead of 13.9, 8192 17.7 instead of 18.2 (18.5, 18.9), 16384 27.1 instead of 28.2 (27.1, 27.9). 13 with 3 stages is 0 to 3 % slower,
+    // and 12 % at half a GB. Without asking L2 for the first chunk early +0.1 us, for the query +0.05.
     {128, 8, 8, 16, 3, 1, true, true},  // 12
     {128, 8, 8, 16, 2, 1, true},        // 13
 };
