@@ -68,8 +68,9 @@ bool is_bare(const Decode& d) {
   const bool sees_all = p.left >= p.keys && p.right >= (p.bottom_right ? 0 : p.keys);
   const bool options =
       p.softcap > 0 || p.alibi_slopes != nullptr || p.sinks != nullptr || c.left_pad != nullptr || c.batch_index != nullptr;
-  return p.rows == 1 && sees_all && !options && (c.block_table == nullptr || c.page_size % 16 == 0) && p.head_dim == 128 &&
-         p.value_dim == 128;
+  const int dim = decode::kTiles[decode::kBareCluster].bucket;
+  return p.rows == 1 && sees_all && !options && (c.block_table == nullptr || c.page_size % 16 == 0) && p.head_dim == dim &&
+         p.value_dim == dim;
 }
 
 // The tile for clusters in place of one for tickets.

@@ -21,7 +21,7 @@ struct Cluster {
   char* inbox = rest + 16;
   unsigned rank = ptx::cluster_rank();
   // A bare tile's clusters are of 4 or 8, several per plane: their parts are added up 4 at a time.
-  static constexpr bool kFours = kTile.bare && !kTile.once;
+  static constexpr bool kFours = kTile.bare_and_long();
 
   // Long before the first push: tells what this CTA will be sent.
   __device__ __forceinline__ void announce() const {

@@ -17,7 +17,7 @@ struct Ring {
   static constexpr int kKeys = kTile.keys, kWarps = kTile.warps, kRuns = kKeys / kRun;
   static constexpr int kPieces = kTile.bucket / 8, kRows = 32 / kPieces;  // a copy of all lanes brings kRows rows
   static constexpr int kAhead = kTile.bare ? 16 : 32;  // runs; how early the next 32 are looked up (32: before the first copy)
-  static constexpr bool kHints = kTile.bare && !kTile.once;  // every copy has a policy: code for one kind of copies
+  static constexpr bool kHints = kTile.bare_and_long();  // every copy has a policy: code for one kind of copies
   static constexpr int kPanel = kKeys * 128, kHalf = kKeys * kTile.bucket * 2, kStage = 2 * kHalf;
 
   const char *key, *value;          // this lane's piece of its first row of the sequence, or of entry 0 under a block table

@@ -14,6 +14,8 @@ struct Tile {
   int resident;
   bool bare = false;  // takes one query row without options, over a contiguous cache or one in pages of multiples of 16 keys
   bool once = false;  // and all keys fit into the rings of one cluster of 8, which are filled once
+
+  constexpr bool bare_and_long() const { return bare && !once; }
 };
 
 // Measured on an H200, bf16: 4 warps saturate HBM while their arithmetic hides; bytes in flight count, not multiprocessors.

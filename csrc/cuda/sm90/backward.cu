@@ -122,9 +122,9 @@ struct Launches {
     }
     const bool uneven = !p.packed() && p.right < problem::kOpen;
     // Tiles that run side by side are at about the same query head of their groups: one head of a plane counts.
-    const int64_t head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
+    const int64_t head_bytes = section_bytes_of_head(p);
     // Tiles of a section, per block: measured, 1 is 2 % faster than 2 for short sequences, 1 % slower for long ones.
-    const int64_t longest = (p.keys + tile.keys - 1) / tile.keys, waves = longest <= 8 ? 1 : 2;
+    const int64_t longest = divide_up(p.keys, tile.keys), waves = longest <= 8 ? 1 : 2;
     const int64_t most = std::min<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), waves * plan.blocks / longest);
     // Packed, a plane is a head of all sequences: in sections, one sequence is worked on after the other.
     main.section = tile.turn > 0          ? static_cast<int>(turn_section(p))

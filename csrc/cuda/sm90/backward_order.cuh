@@ -50,38 +50,40 @@ struct BackwardOrder {
     return true;
   }
 
+  // keep(head of the group, last block) for every turn of a tile.
+  template <class Keep>
+  __device__ __forceinline__ void for_each_turn(const Tile& tile, const Keep& keep) {
+#pragma unroll 1
+    for (int head = 0; head < p.group; ++head) {
+#pragma unroll 1
+      for (int m = tile.steps.first, end; m <= tile.steps.last; m = end + 1) {
+        end = end_of_turn(p, m, tile.steps.last);
+        keep(head, end);
+        turn.next();
+      }
+    }
+  }
+
   __device__ __forceinline__ void await() {
     ptx::wait_kernel_before();  // which clears what is passed on
     for (Tile tile; fetch(&tile);) {
-#pragma unroll 1
-      for (int head = 0; head < p.group; ++head) {
-#pragma unroll 1
-        for (int m = tile.steps.first, end; m <= tile.steps.last; m = end + 1) {
-          end = end_of_turn(p, m, tile.steps.last);
-          ptx::wait(barriers.noted(turn.stage), turn.parity ^ 1);
-          if (const int common = min(end, tile.before.last); common >= tile.before.first) {
-            while (ptx::load_acquire(tile.passed_before + head) <= static_cast<unsigned>(common)) __nanosleep(20);
-          }
-          ptx::arrive(barriers.turn(turn.stage));
-          turn.next();
+      for_each_turn(tile, [&](int head, int end) {
+        ptx::wait(barriers.noted(turn.stage), turn.parity ^ 1);
+        if (const int common = min(end, tile.before.last); common >= tile.before.first) {
+          while (ptx::load_acquire(tile.passed_before + head) <= static_cast<unsigned>(common)) __nanosleep(20);
         }
-      }
+        ptx::arrive(barriers.turn(turn.stage));
+      });
     }
   }
 
   __device__ __forceinline__ void pass_on() {
     for (Tile tile; fetch(&tile);) {
-#pragma unroll 1
-      for (int head = 0; head < p.group; ++head) {
-#pragma unroll 1
-        for (int m = tile.steps.first, end; m <= tile.steps.last; m = end + 1) {
-          end = end_of_turn(p, m, tile.steps.last);
-          ptx::wait(barriers.added(turn.stage), turn.parity);
-          ptx::arrive(barriers.noted(turn.stage));
-          ptx::store_release(tile.passed + head, static_cast<unsigned>(end + 1));
-          turn.next();
-        }
-      }
+      for_each_turn(tile, [&](int head, int end) {
+        ptx::wait(barriers.added(turn.stage), turn.parity);
+        ptx::arrive(barriers.noted(turn.stage));
+        ptx::store_release(tile.passed + head, static_cast<unsigned>(end + 1));
+      });
       ptx::add_release(p.finished + tile.plane, 1);
     }
   }

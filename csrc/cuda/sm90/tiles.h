@@ -164,12 +164,14 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Q, dO and dQ of heads that are worked on at the same time stay in L2. In turns 20 MB lose 0 to 10 %, 80 MB up to 28 %.
 inline constexpr int64_t kSectionBytes = 40 << 20;
+constexpr int64_t section_bytes_of_head(const problem::Problem& p) {
+  return p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
+}
 
 // Planes (sequence, kv head) whose tiles take turns, handed out together. The tiles of a plane are spread over all rows of all its query
 // heads. The last section has at least half as many planes as the others: in a smaller one tiles would wait.
 constexpr int64_t turn_section(const problem::Problem& p) {
-  const int64_t planes = p.batch * p.kv_heads, head_bytes = p.rows * ((p.head_dim + p.value_dim) * 2 + p.head_dim * 4);
-  const int64_t most = kSectionBytes / (p.heads / p.kv_heads * head_bytes);
+  const int64_t planes = p.batch * p.kv_heads, most = kSectionBytes / (p.heads / p.kv_heads * section_bytes_of_head(p));
   int64_t section = most < 1 ? 1 : most < planes ? most : planes;
   while (planes % section != 0 && 2 * (planes % section) < section) --section;
   return section;
